@@ -1,0 +1,258 @@
+"""ClusterConfig: one YAML describes a live and a simulated cluster.
+
+Every section is a pydantic model that refuses unknown keys. `load(path)` and `parse(mapping)` turn the first
+mistake into one `ConfigError` line: dotted path, value, bound, remedy. Durations name their unit.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from cluster.errors import ConfigError
+from cluster.messages import Role, Slo
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class ModelConfig(Section):
+    id: str = Field(
+        "embedded", description="'embedded' (the model in the package), 'smollm2', a Hugging Face id or a path"
+    )
+    revision: str | None = None
+    served_name: str | None = Field(None, description="name clients use; default: the id")
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    max_model_len: int | None = Field(None, ge=16, description="tokens of prompt plus output; default: the model's own")
+
+
+class SloConfig(Section):
+    ttft_ms: float = Field(500, gt=0)
+    tpot_ms: float = Field(50, gt=0)
+    itl_p99_ms: float | None = Field(None, gt=0)
+    attainment: float = Field(0.95, gt=0, lt=1)
+
+    def to_slo(self) -> Slo:
+        itl = None if self.itl_p99_ms is None else self.itl_p99_ms / 1e3
+        return Slo(self.ttft_ms / 1e3, self.tpot_ms / 1e3, itl)
+
+
+class CpuConfig(Section):
+    """Engines without a GPU. The plugin parts are explained in kv_transfer/cpu_plugin.py."""
+
+    kvcache_gib: float = Field(0.25, gt=0, le=4096)
+    threads: int = Field(1, ge=1, le=256, description="OpenMP threads per engine rank")
+    relax_ucx_polling: bool = True
+    free_main_thread: bool = True
+    sleep_in_queue: bool = True
+
+
+class EngineConfig(Section):
+    kind: Literal["vllm", "simulated"] = "vllm"
+    device: Literal["auto", "cpu", "gpu"] = "auto"
+    args: dict[str, Any] = Field(default_factory=dict, description="passed to vLLM's engine as they are")
+    cpu: CpuConfig = CpuConfig()
+    simulated: dict[str, Any] = Field(default_factory=dict, description="see cluster/engine/simulated.py")
+    start_timeout_s: float = Field(600, gt=0)
+
+
+class LayoutConfig(Section):
+    tp: int = Field(1, ge=1, le=64)
+    pp: int = Field(1, ge=1, le=64)
+    dp: int = Field(1, ge=1, le=1024, description="attention-data-parallel ranks inside one replica (MoE models)")
+
+
+class ReplicasConfig(Section):
+    min: int = Field(1, ge=0, le=4096)
+    max: int = Field(1, ge=1, le=4096)
+    initial: int | None = Field(None, ge=0, le=4096)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> ReplicasConfig:
+        if self.min > self.max:
+            raise ValueError(f"min {self.min} is above max {self.max}")
+        if self.initial is not None and not self.min <= self.initial <= self.max:
+            raise ValueError(f"initial {self.initial} is outside [{self.min}, {self.max}]")
+        return self
+
+    @property
+    def start(self) -> int:
+        return max(self.min, 1) if self.initial is None else self.initial
+
+
+class PoolConfig(Section):
+    layout: LayoutConfig = LayoutConfig()
+    replicas: ReplicasConfig = ReplicasConfig()
+    accelerator: str | None = Field(None, description="Ray accelerator type or custom resource, e.g. H100")
+    engine_args: dict[str, Any] = Field(default_factory=dict)
+    simulated: dict[str, Any] = Field(default_factory=dict)
+    num_cpus: float = Field(0.1, ge=0, description="Ray CPUs reserved per replica")
+    drain_s: float = Field(600, gt=0, description="how long a replica may take to finish accepted work")
+
+
+class PoolsConfig(Section):
+    prefill: PoolConfig | None = Field(PoolConfig(), description="null = colocated: the decode pool does both phases")
+    decode: PoolConfig = PoolConfig()
+
+
+class LimitsConfig(Section):
+    """Separate limits for each wait of one request. None of them measures someone else's queue."""
+
+    queue_s: float = Field(60, gt=0, description="wait in the router for a place")
+    prefill_s: float = Field(120, gt=0, description="prefill leg, from its start to the ticket")
+    first_token_s: float = Field(60, gt=0, description="decode leg, from its start to the first token")
+    idle_s: float = Field(60, gt=0, description="gap between two tokens")
+    attempts: int = Field(3, ge=1, le=16, description="places tried before the first token")
+    migrations: int = Field(2, ge=0, le=16, description="moves to another decode engine after the first token")
+
+
+class PlacementConfig(Section):
+    policy: Literal["cost", "round_robin", "least_loaded", "power_of_two", "approximate"] = "cost"
+    no_prefill_worker: Literal["local", "fail"] = "local"
+    conditional: bool = Field(True, description="let a decode engine prefill where that is predicted to be faster")
+    index_max_blocks: int = Field(4_000_000, ge=1)
+    decision_log: str | None = None
+    shadow: bool = False
+
+
+class AdmissionConfig(Section):
+    max_queue: int = Field(1024, ge=1)
+    reject_unattainable: bool = False
+    retry_after_s: float = Field(1.0, gt=0)
+    tenant_tokens_per_s: float | None = Field(None, gt=0)
+    starvation_s: float = Field(30, gt=0)
+
+
+class TenantsConfig(Section):
+    api_keys_file: str | None = Field(None, description="lines of `key tenant`; without one, no key is asked for")
+    api_keys_env: str | None = Field(None, description="environment variable with `key tenant` pairs, comma-separated")
+    header: str | None = Field(None, description="trusted header that names the tenant (behind your own gateway)")
+
+
+class HttpConfig(Section):
+    host: str = "127.0.0.1"
+    port: int = Field(8000, ge=1, le=65535)
+    max_body_bytes: int = Field(16 * 1024 * 1024, ge=1024)
+    keep_alive_s: float | None = Field(None, gt=0, description="SSE comment interval during long prefills")
+    allow_chat_template: bool = False
+    max_n: int = Field(32, ge=1)
+    max_logprobs: int = Field(20, ge=0)
+    max_stop: int = Field(16, ge=1)
+    max_stop_chars: int = Field(256, ge=1)
+    max_prompts: int = Field(128, ge=1)
+
+
+class RouterConfig(Section):
+    replicas: int = Field(1, ge=1, le=256)
+    num_cpus: float = Field(0.1, ge=0)
+    http: HttpConfig = HttpConfig()
+    placement: PlacementConfig = PlacementConfig()
+    admission: AdmissionConfig = AdmissionConfig()
+    tenants: TenantsConfig = TenantsConfig()
+    limits: LimitsConfig = LimitsConfig()
+    drain_s: float = Field(600, gt=0)
+
+
+class KvTransferConfig(Section):
+    connector: Literal["nixl"] = "nixl"
+    lease_s: float = Field(30, ge=1, le=3600, description="backstop only: the open call is the lease")
+    on_failure: Literal["recompute", "fail"] = "recompute"
+
+
+class AutoscalingConfig(Section):
+    policy: Literal["goodput", "off"] = "off"
+    accelerators_max: int | None = Field(None, ge=1)
+    interval_s: float = Field(5, gt=0)
+    upscale_delay_s: float = Field(10, ge=0)
+    downscale_delay_s: float = Field(120, ge=0)
+    look_back_s: float = Field(60, gt=0)
+    min_samples: int = Field(20, ge=1)
+    startup_s: float = Field(60, ge=0, description="start-up time assumed before the first one was measured")
+
+
+class TracingConfig(Section):
+    otlp_endpoint: str | None = None
+
+
+class ClusterConfig(Section):
+    name: str = Field("pdserve", pattern=r"^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?$")
+    model: ModelConfig = ModelConfig()
+    slo: SloConfig = SloConfig()
+    engine: EngineConfig = EngineConfig()
+    pools: PoolsConfig = PoolsConfig()
+    router: RouterConfig = RouterConfig()
+    kv_transfer: KvTransferConfig = KvTransferConfig()
+    autoscaling: AutoscalingConfig = AutoscalingConfig()
+    tracing: TracingConfig = TracingConfig()
+
+    def pool(self, role: Role) -> PoolConfig:
+        pool = self.pools.prefill if role is Role.PREFILL else self.pools.decode
+        if pool is None:
+            raise ConfigError("pools.prefill", "is null: this cluster is colocated", "use the decode pool")
+        return pool
+
+    @property
+    def colocated(self) -> bool:
+        return self.pools.prefill is None
+
+
+def load(path: str | Path) -> ClusterConfig:
+    """Read a YAML file.
+
+    Raises:
+        ConfigError: the file is missing, is not YAML, or holds a key or value that cannot be used.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as e:
+        raise ConfigError(str(path), f"cannot be read ({e.strerror})", "give the path of a YAML file") from e
+    except UnicodeDecodeError as e:
+        raise ConfigError(str(path), "is not UTF-8 text", "give the path of a YAML file") from e
+    try:
+        raw = yaml.safe_load(text)
+    except yaml.YAMLError as e:
+        where = f" at line {e.problem_mark.line + 1}" if isinstance(e, yaml.MarkedYAMLError) and e.problem_mark else ""
+        raise ConfigError(str(path), f"is not valid YAML{where}", "check indentation and quoting") from e
+    return parse(raw if raw is not None else {})
+
+
+def parse(raw: Any) -> ClusterConfig:
+    """Validate a mapping. Raises ConfigError with the first mistake."""
+    if not isinstance(raw, dict):
+        raise ConfigError("(top level)", f"is a {type(raw).__name__}, not a mapping", "start with `model:` or `pools:`")
+    try:
+        return ClusterConfig.model_validate(raw)
+    except ValidationError as e:
+        raise _first_mistake(e) from None
+
+
+def _first_mistake(error: ValidationError) -> ConfigError:
+    # Unknown keys first: a misspelt key often makes other fields look missing.
+    mistakes = sorted(error.errors(include_url=False), key=lambda m: m["type"] != "extra_forbidden")
+    first = mistakes[0]
+    path = ".".join(str(part) for part in first["loc"]) or "(top level)"
+    if first["type"] == "extra_forbidden":
+        known = _known_keys(first["loc"][:-1])
+        close = difflib.get_close_matches(str(first["loc"][-1]), known, n=1)
+        hint = f"did you mean `{close[0]}`?" if close else "known keys: " + ", ".join(known)
+        return ConfigError(path, "unknown key", hint)
+    message = first["msg"].removeprefix("Value error, ")
+    return ConfigError(
+        path,
+        f"{first['input']!r}: {message[0].lower() + message[1:]}" if not isinstance(first["input"], dict) else message,
+    )
+
+
+def _known_keys(loc: tuple[int | str, ...]) -> list[str]:
+    model: type[BaseModel] = ClusterConfig
+    for part in loc:
+        annotation = model.model_fields[str(part)].annotation
+        options = [annotation, *get_args(annotation)] if get_origin(annotation) is not Annotated else [annotation]
+        model = next(o for o in options if isinstance(o, type) and issubclass(o, BaseModel))
+    return sorted(model.model_fields)
