@@ -1,0 +1,55 @@
+"""The `pdserve` command.
+
+Each subcommand is one module of `cluster/commands/`, imported only when it is asked for, so that `--help`
+and mistakes answer at once. A user's mistake (`UserError`) ends as one line on stderr and exit status 2.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import typer
+
+from cluster.commands.output import complain
+from cluster.errors import UserError
+
+# name -> (module, one line of help). A module has `command` (a function) or `app` (a typer group).
+COMMANDS: dict[str, tuple[str, str]] = {}
+
+
+def _build(names: list[str]) -> typer.Typer:
+    root = typer.Typer(
+        name="pdserve",
+        help="Serve a large language model from separate prefill and decode pools, scaled on goodput.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="rich",
+    )
+    root.callback()(lambda: None)
+    for name in names:
+        module_name, summary = COMMANDS[name]
+        module = importlib.import_module(f"cluster.commands.{module_name}")
+        if hasattr(module, "app"):
+            root.add_typer(module.app, name=name, short_help=summary)
+        else:
+            root.command(name, short_help=summary)(module.command)
+    return root
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point of the console script."""
+    args = sys.argv[1:] if argv is None else argv
+    names = [args[0]] if args and args[0] in COMMANDS else list(COMMANDS)
+    try:
+        _build(names)(args=args, prog_name="pdserve")
+    except UserError as mistake:
+        complain(str(mistake))
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+if __name__ == "__main__":
+    main()
