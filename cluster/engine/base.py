@@ -5,10 +5,11 @@ vLLM stands behind it in `cluster/engine/vllm.py`; the simulated engine in `clus
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from cluster.errors import PdserveError
 from cluster.messages import WorkerInfo, WorkerSnapshot
 
 
@@ -37,25 +38,28 @@ class EngineRequest:
 
 @dataclass(slots=True)
 class EngineDelta:
-    """New output of one request in one engine step.
+    """New tokens of one request in one engine step. Text is made at the router, which keeps the detokenizer.
 
-    `logprobs` holds the engine's own per-token entries. `cached_tokens` (prompt tokens not computed here) and
-    the durations are set on the first delta; `kv_transfer_params` on the last of a prefill leg. The durations
-    are engine-side: arrival to first scheduling, first scheduling to first token.
+    `logprobs` and `prompt_logprobs` are the engine's own arrays, opaque here. `cached_tokens` (prompt tokens not
+    computed here, pulled ones included), `external_tokens` (pulled ones) and the durations are set on the first
+    delta; `kv_transfer_params` on the last of a prefill leg. The durations are engine-side: arrival to first
+    scheduling, first scheduling to first token. `finish_reason` (stop, length, abort, error) is set on the last.
     """
 
     token_ids: list[int]
-    text: str
-    logprobs: Any = None
-    cumulative_logprob: float | None = None
-    prompt_logprobs: Any = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     cached_tokens: int | None = None
     external_tokens: int | None = None
     queue_s: float | None = None
     compute_s: float | None = None
+    logprobs: Any = None
+    prompt_logprobs: Any = None
     kv_transfer_params: Mapping[str, Any] | None = None
+
+
+Sink = Callable[[str, EngineDelta | PdserveError], None]
+"""Receives (request_id, delta) in the engine's event loop; must not block. An error is the last item of a request."""
 
 
 class Engine(Protocol):
@@ -69,25 +73,26 @@ class Engine(Protocol):
         ...
 
     def on_step(self, callback: Callable[[WorkerSnapshot], None]) -> None:
-        """Call `callback` after every engine step."""
+        """Call `callback` after every engine step, once all deltas of the step were given to their sinks."""
         ...
 
-    def generate(self, request: EngineRequest) -> AsyncIterator[EngineDelta]:
-        """Stream the output. Closing the iterator aborts the request.
+    async def start(self, request: EngineRequest, sink: Sink) -> None:
+        """Accept a request; its output goes to `sink` until a delta with a finish reason or an error.
 
         Raises:
             BadRequest: parameters that the engine refuses; nothing was scheduled.
-            TransferFailed, LeaseExpired: the ticket's KV could not be pulled.
             EngineFailed: the engine is dead.
+
+        Errors given to the sink: TransferFailed, LeaseExpired (the ticket's KV could not be pulled), EngineFailed.
         """
         ...
 
     async def abort(self, request_id: str) -> None:
-        """End a request, wherever it is; unknown ids are ignored."""
+        """End a request, wherever it is. Its sink gets nothing more. Unknown ids are ignored."""
         ...
 
-    async def release_ticket(self, request_id: str, kv_transfer_params: Mapping[str, Any]) -> None:
-        """Tell the engine that granted a ticket that nobody will pull it."""
+    async def release(self, request_ids: list[str]) -> None:
+        """On the engine that granted tickets: nobody will pull these; free their KV now. Idempotent."""
         ...
 
     async def check_health(self) -> None:
