@@ -1,0 +1,259 @@
+"""The one definition of goodput: what is good, which stage a miss is charged to, and the counters of both.
+
+The router, the simulator and the load tests all count with this module, so their figures compare.
+
+    good      finished without error, TTFT <= slo.ttft_s, TPOT <= slo.tpot_s, ITL p99 <= slo.itl_p99_s where set
+    excused   the client left by itself before any deadline had passed: neither good nor missed
+    missed    everything else that ended: late, failed, rejected, or cancelled after a deadline had passed
+    offered   every request that arrived = good + missed + excused + running
+
+A miss is charged to exactly one stage:
+
+    =====================================  ======================================================================
+    how the request missed                 stage
+    =====================================  ======================================================================
+    rejected                               router queue: it was refused for want of a place
+    ended without a first token            the last stage that it reached
+    first token late                       (1) the stages that serve (prefill compute, decode step) alone exceed
+                                           the limit: the longer of the two; (2) otherwise the longest wait
+                                           (router queue, prefill queue, KV transfer, decode queue)
+    first token in time, the rest not      decode step (too slow, or cut while decoding)
+    =====================================  ======================================================================
+
+Why serving and waiting are told apart: what a request costs on an idle cluster cannot be bought away with
+replicas, what it waits can. If 300 ms of prefill and 250 ms in decode's queue miss a limit of 500 ms, the longest
+stage is the prefill, yet more prefill engines would change nothing; the queue made the difference. TTFT is looked
+at before TPOT because a request is lost at the first limit that it breaks. Time before the first token that no
+stage owns was spent in the router and counts as its queue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from cluster.goodput.timing import itl_p99_s
+from cluster.messages import Outcome, RequestRecord, Slo, Stage
+
+SERVING = (Stage.PREFILL_COMPUTE, Stage.DECODE_STEP)
+WAITING = (Stage.ROUTER_QUEUE, Stage.PREFILL_QUEUE, Stage.KV_TRANSFER, Stage.DECODE_QUEUE)
+PIPELINE = tuple(Stage)
+
+
+def is_good(record: RequestRecord) -> bool:
+    """Whether the request finished without error within every limit of its SLO."""
+    return record.outcome is Outcome.DONE and _ttft_met(record) and _tokens_met(record)
+
+
+def is_excused(record: RequestRecord) -> bool:
+    """Whether the client left by itself while every deadline could still be met."""
+    return record.outcome is Outcome.CANCELLED and not record.deadline_passed and _ttft_met(record)
+
+
+def is_missed(record: RequestRecord) -> bool:
+    return not is_good(record) and not is_excused(record)
+
+
+def miss_stage(record: RequestRecord) -> Stage | None:
+    """The one stage that is charged with the miss (the table above); None where nothing was missed."""
+    if not is_missed(record):
+        return None
+    if record.outcome is Outcome.REJECTED:
+        return Stage.ROUTER_QUEUE
+    if record.ttft_s is None:
+        reached = [stage for stage in PIPELINE if stage in record.stage_s]
+        return reached[-1] if reached else Stage.ROUTER_QUEUE
+    if not _ttft_met(record):
+        return _late_first_token_stage(record)
+    return Stage.DECODE_STEP
+
+
+def _ttft_met(record: RequestRecord) -> bool:
+    # Without a token the whole stay counts: a request that ends empty is judged by when it ended.
+    first_s = record.ttft_s if record.ttft_s is not None else record.end_s - record.arrival_s
+    return first_s <= record.slo.ttft_s
+
+
+def _tokens_met(record: RequestRecord) -> bool:
+    if record.tpot_s is not None and not record.tpot_s <= record.slo.tpot_s:
+        return False
+    limit_s = record.slo.itl_p99_s
+    if limit_s is None:
+        return True
+    p99_s = itl_p99_s(record.itl_s)
+    return p99_s is None or p99_s <= limit_s
+
+
+def _late_first_token_stage(record: RequestRecord) -> Stage:
+    spent = dict(record.stage_s)
+    unowned_s = (record.ttft_s or 0.0) - sum(spent.values())
+    if unowned_s > 0:
+        spent[Stage.ROUTER_QUEUE] = spent.get(Stage.ROUTER_QUEUE, 0.0) + unowned_s
+    serving_s = sum(spent.get(stage, 0.0) for stage in SERVING)
+    suspects = SERVING if serving_s > record.slo.ttft_s else WAITING
+    # max() keeps the first of equals: a tie goes to the earlier stage of the pipeline.
+    return max(suspects, key=lambda stage: spent.get(stage, 0.0))
+
+
+@dataclass(slots=True)
+class GoodputCounters:
+    """Monotone counters, safe to add, merge and difference; at any time
+
+        started == done + failed + rejected + cancelled + running
+
+    `start` counts an arrival, `finish` its one end. One flat table of numbers is the whole state, so it travels
+    as it is (`values`); every key is a name, or a name and a label: `missed{router_queue}`.
+    """
+
+    values: dict[str, float] = field(default_factory=dict)
+
+    def start(self, *, prompt_tokens: int = 0, tenant: str = "default", priority: int = 0) -> None:
+        """Count an arrival, before anything can refuse it."""
+        self._inc("started")
+        self._inc("started_prompt_tokens", prompt_tokens)
+        self._inc(label("tenant_started", tenant))
+        self._inc(label("priority_started", priority))
+
+    def finish(self, record: RequestRecord) -> None:
+        """Count the end of a request that `start` has counted."""
+        self._inc(label("outcome", record.outcome))
+        self._inc(label("path", record.path.value if record.path else "none"))
+        if is_good(record):
+            verdict = "good"
+        elif is_excused(record):
+            verdict = "excused"
+        else:
+            verdict = "missed"
+            self._inc(label("missed_stage", miss_stage(record) or Stage.ROUTER_QUEUE))
+        self._inc(verdict)
+        self._inc(label(f"tenant_{verdict}", record.tenant))
+        self._inc(label(f"priority_{verdict}", record.priority))
+        self._inc("prompt_tokens", record.prompt_tokens)
+        self._inc("cached_tokens", record.cached_tokens)
+        self._inc("predicted_cached_tokens", record.predicted_cached_tokens)
+        self._inc("decode_computed_tokens", record.decode_computed_tokens)
+        self._inc("output_tokens", record.output_tokens)
+        if verdict == "good":
+            self._inc("good_output_tokens", record.output_tokens)
+        self._inc("transfer_bytes", record.transfer_bytes)
+        self._inc("transfer_blocks", record.transfer_blocks)
+        self._inc("retries", max(0, record.attempts - 1))
+        self._inc("migrations", record.migrations)
+
+    def count(self, record: RequestRecord) -> None:
+        """Arrival and end at once, for records that are read after the fact."""
+        self.start(prompt_tokens=record.prompt_tokens, tenant=record.tenant, priority=record.priority)
+        self.finish(record)
+
+    def merge(self, other: GoodputCounters) -> None:
+        for key, value in other.values.items():
+            self._inc(key, value)
+
+    def copy(self) -> GoodputCounters:
+        return GoodputCounters(dict(self.values))
+
+    def since(self, before: GoodputCounters) -> GoodputCounters:
+        """What was counted after `before`. A counter below its earlier value was restarted and counts from zero."""
+        delta = {}
+        for key, value in self.values.items():
+            was = before.values.get(key, 0.0)
+            delta[key] = value - was if value >= was else value
+        return GoodputCounters(delta)
+
+    def get(self, name: str, of: object = None) -> float:
+        return self.values.get(name if of is None else label(name, of), 0.0)
+
+    def labels(self, name: str) -> dict[str, float]:
+        """All values of a labelled counter, by label."""
+        start = name + "{"
+        return {key[len(start) : -1]: value for key, value in self.values.items() if key.startswith(start)}
+
+    @property
+    def started(self) -> int:
+        return int(self.get("started"))
+
+    @property
+    def ended(self) -> int:
+        return int(sum(self.get("outcome", outcome) for outcome in Outcome))
+
+    @property
+    def running(self) -> int:
+        return self.started - self.ended
+
+    @property
+    def good(self) -> int:
+        return int(self.get("good"))
+
+    @property
+    def missed(self) -> int:
+        return int(self.get("missed"))
+
+    @property
+    def excused(self) -> int:
+        return int(self.get("excused"))
+
+    @property
+    def attainment(self) -> float | None:
+        """Good over all that ended and is not excused. None without such a request: no data is not zero."""
+        return _ratio(self.good, self.missed)
+
+    def attainment_of(self, kind: str, name: object) -> float | None:
+        """Attainment of one `tenant` or one `priority` class."""
+        return _ratio(self.get(f"{kind}_good", name), self.get(f"{kind}_missed", name))
+
+    def missed_by_stage(self) -> dict[Stage, int]:
+        return {Stage(name): int(n) for name, n in self.labels("missed_stage").items()}
+
+    def goodput_per_s(self, duration_s: float, accelerators: float = 1.0) -> float:
+        """Good requests per second, per accelerator where their number is given."""
+        if duration_s <= 0 or accelerators <= 0:
+            raise ValueError("duration_s and accelerators must be above 0")
+        return self.good / duration_s / accelerators
+
+    def _inc(self, key: str, by: float = 1) -> None:
+        if by > 0:
+            self.values[key] = self.values.get(key, 0) + by
+
+
+def label(name: str, value: object) -> str:
+    return f"{name}{{{value}}}"
+
+
+def _ratio(good: float, missed: float) -> float | None:
+    judged = good + missed
+    return good / judged if judged else None
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counters summed over sources that come and go; the sum never falls.
+
+    What a source had counted stays in the sum when it leaves, and when it starts again from zero under the
+    same name (any of its counters fell).
+    """
+
+    gone: GoodputCounters = field(default_factory=GoodputCounters)
+    latest: dict[str, GoodputCounters] = field(default_factory=dict)
+
+    def update(self, source: str, values: Mapping[str, float]) -> None:
+        before = self.latest.get(source)
+        if before is not None and any(values.get(key, 0.0) < was for key, was in before.values.items()):
+            self.gone.merge(before)
+        self.latest[source] = GoodputCounters(dict(values))
+
+    def keep_only(self, sources: Iterable[str]) -> None:
+        """Fold every source that is no longer there into the sum of those gone."""
+        alive = set(sources)
+        for source in [s for s in self.latest if s not in alive]:
+            self.gone.merge(self.latest.pop(source))
+
+    def sum(self) -> GoodputCounters:
+        total = self.gone.copy()
+        for counters in self.latest.values():
+            total.merge(counters)
+        return total
+
+
+def slo_limits_s(slo: Slo) -> tuple[float | None, float | None, float | None]:
+    """TTFT, TPOT and ITL p99 limits: the values that must be bucket edges."""
+    return slo.ttft_s, slo.tpot_s, slo.itl_p99_s
