@@ -10,7 +10,7 @@
         ├── WorkerLost               502, another worker may succeed
         ├── TransferFailed           502, another pair or a local prefill may succeed
         ├── LeaseExpired             502, a new prefill may succeed
-        ├── EngineFailed             500
+        ├── EngineFailed             500, the engine died; another may succeed
         ├── DeadlineExceeded         504
         └── Cancelled                499, the client left
 
@@ -98,6 +98,7 @@ class LeaseExpired(RequestError):
 
 class EngineFailed(RequestError):
     status = 500
+    retryable = True
 
 
 class DeadlineExceeded(RequestError):
