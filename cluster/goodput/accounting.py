@@ -33,7 +33,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from cluster.goodput.timing import itl_p99_s
-from cluster.messages import Outcome, RequestRecord, Slo, Stage
+from cluster.messages import Outcome, RequestRecord, Role, Slo, Stage
 
 SERVING = (Stage.PREFILL_COMPUTE, Stage.DECODE_STEP)
 WAITING = (Stage.ROUTER_QUEUE, Stage.PREFILL_QUEUE, Stage.KV_TRANSFER, Stage.DECODE_QUEUE)
@@ -129,9 +129,12 @@ class GoodputCounters:
         self._inc(label(f"tenant_{verdict}", record.tenant))
         self._inc(label(f"priority_{verdict}", record.priority))
         self._inc("prompt_tokens", record.prompt_tokens)
-        self._inc("cached_tokens", record.cached_tokens)
+        leg = Role.PREFILL if record.prefill_worker is not None else Role.DECODE
+        self._inc(label("cached_tokens", leg), record.cached_tokens)
+        if leg is Role.PREFILL and Stage.PREFILL_COMPUTE in record.stage_s:
+            self._inc(label("computed_tokens", Role.PREFILL), record.prompt_tokens - record.cached_tokens)
+        self._inc(label("computed_tokens", Role.DECODE), record.decode_computed_tokens)
         self._inc("predicted_cached_tokens", record.predicted_cached_tokens)
-        self._inc("decode_computed_tokens", record.decode_computed_tokens)
         self._inc("output_tokens", record.output_tokens)
         if verdict == "good":
             self._inc("good_output_tokens", record.output_tokens)

@@ -16,7 +16,7 @@ from cluster.goodput.accounting import (
     miss_stage,
 )
 from cluster.goodput.stats import RequestStats
-from cluster.messages import Outcome, Path, RequestRecord, Slo, Stage
+from cluster.messages import Outcome, Path, RequestRecord, Role, Slo, Stage
 
 SLO = Slo(ttft_s=0.5, tpot_s=0.05)
 
@@ -244,4 +244,14 @@ def test_a_negative_or_missing_amount_never_lowers_a_counter():
     counters.count(record(prompt_tokens=-5, output_tokens=-1, cached_tokens=3, attempts=0))
     assert counters.get("prompt_tokens") == 0
     assert counters.get("retries") == 0
-    assert counters.get("cached_tokens") == 3
+    assert counters.get("cached_tokens", Role.DECODE) == 3
+
+
+def test_cached_and_computed_tokens_by_leg():
+    counters = GoodputCounters()
+    split = {"prefill_worker": "p0", "prompt_tokens": 100, "cached_tokens": 96, "decode_computed_tokens": 1}
+    counters.count(record(**split))
+    counters.count(record(path=Path.LOCAL_SHORT, prompt_tokens=50, cached_tokens=16, decode_computed_tokens=34))
+    counters.count(record(Outcome.FAILED, **split | {"ttft_s": None, "cached_tokens": 0, "decode_computed_tokens": 0}))
+    assert counters.labels("cached_tokens") == {"prefill": 96, "decode": 16}
+    assert counters.labels("computed_tokens") == {"prefill": 4, "decode": 35}
