@@ -162,6 +162,18 @@ class KvTransferConfig(Section):
     connector: Literal["nixl"] = "nixl"
     lease_s: float = Field(30, ge=1, le=3600, description="backstop only: the open call is the lease")
     on_failure: Literal["recompute", "fail"] = "recompute"
+    tp_pairs: Literal["tested", "connector"] = Field(
+        "tested", description="which TP pairs to allow: those with tests, or all that the connector accepts"
+    )
+    port_min: int = Field(20000, ge=1024, le=65535, description="engines listen in [port_min, port_max]")
+    port_max: int = Field(29999, ge=1024, le=65535)
+    extra: dict[str, Any] = Field(default_factory=dict, description="passed to the connector as they are")
+
+    @model_validator(mode="after")
+    def _some_ports(self) -> KvTransferConfig:
+        if self.port_min > self.port_max:
+            raise ValueError(f"port_min {self.port_min} is above port_max {self.port_max}")
+        return self
 
 
 class AutoscalingConfig(Section):
