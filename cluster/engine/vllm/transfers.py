@@ -1,0 +1,40 @@
+"""Transfers as the NIXL connector measured them, matched to the requests that pulled.
+
+The connector reports finished transfers with the step in which the scheduler saw them, in order, without a request
+id. One reader's transfers finish in the order in which their requests start to run, so they are matched in order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+
+class Transfers:
+    def __init__(self, kv_bytes_per_token: int) -> None:
+        self.kv_bytes_per_token = kv_bytes_per_token
+        self.failed = self.expired = 0
+        self.bytes_total = 0
+        self.seconds_total = 0.0
+        self._done: deque[tuple[float, int]] = deque(maxlen=1024)
+
+    def on_stats(self, scheduler_stats: Any) -> None:
+        """Take what the connector reported with one engine step."""
+        stats = getattr(scheduler_stats, "kv_connector_stats", None)
+        if not stats:
+            return
+        data = stats.get("data", stats)
+        durations, posts, sizes = data.get("transfer_duration", ()), data.get("post_duration", ()), data.get("bytes_transferred", ())
+        for duration, post, size in zip(durations, posts, sizes, strict=False):
+            self._done.append((duration + post, size))
+            self.bytes_total += size
+            self.seconds_total += duration + post
+        self.failed += len(data.get("num_failed_transfers", ())) + len(data.get("num_failed_handshakes", ()))
+        self.expired += len(data.get("num_kv_expired_reqs", ()))
+
+    def take(self, at_most_s: float) -> tuple[float | None, int | None]:
+        """(seconds, bytes) of the oldest transfer that no request has claimed; None where none was reported."""
+        if not self._done:
+            return None, None
+        duration_s, size = self._done.popleft()
+        return min(duration_s, at_most_s), size

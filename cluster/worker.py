@@ -1,0 +1,298 @@
+"""What prefill and decode workers share: an engine, links to routers, and legs that are open calls.
+
+`run(call)` is open for as long as the leg holds anything on this engine. It ends by itself (output finished, KV
+pulled), by the router's word over the link, by the loss of the router, or by being cancelled; whichever comes
+first, and everything it held is given back once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+from cluster.engine.base import Engine, EngineDelta
+from cluster.errors import EngineFailed, PdserveError, RequestError, WorkerLost
+from cluster.link import LinkClient
+from cluster.messages import WorkerInfo, WorkerSnapshot, WorkerState
+from cluster.wire import Cancel, LegCall, LegEnd, Load, Message, Output, Settle, Step
+
+log = logging.getLogger(__name__)
+
+EARLY_CANCELS = 4096
+LOAD_INTERVAL_S = 0.05
+
+
+class _Leg:
+    """One open call."""
+
+    __slots__ = ("call", "ended", "finished", "settled", "tokens")
+
+    def __init__(self, call: LegCall) -> None:
+        self.call = call
+        self.tokens = 0
+        self.finished = False  # the engine gave its last output
+        self.ended: asyncio.Event = asyncio.Event()
+        self.settled: str | None = None
+
+
+class Worker:
+    """One replica of a pool.
+
+    Args:
+        engine: owned: shut down with the worker.
+        lease_s: backstop for a ticket that nobody settles.
+        stall_s: without a step for that long while work is there, the engine counts as stuck.
+    """
+
+    def __init__(self, engine: Engine, *, lease_s: float, stall_s: float = 60.0) -> None:
+        self.engine = engine
+        self._lease_s = lease_s
+        self._stall_s = stall_s
+        self._legs: dict[str, _Leg] = {}
+        self._links: dict[str, LinkClient] = {}
+        self._connecting: dict[str, asyncio.Lock] = {}
+        self._outbox: dict[str, list[Output]] = {}
+        self._cancelled_early: OrderedDict[str, None] = OrderedDict()
+        self._open_leases = 0
+        self._draining = False
+        self._last_steps = -1
+        self._last_progress_s = time.monotonic()
+        self._last_load_s = 0.0
+        self.counts = {"legs": 0, "done": 0, "pulled": 0, "released": 0, "cancelled": 0, "failed": 0, "expired": 0}
+        engine.on_step(self._after_step)
+
+    @property
+    def info(self) -> WorkerInfo:
+        return self.engine.info
+
+    def snapshot(self) -> WorkerSnapshot:
+        snapshot = self.engine.snapshot()
+        state = WorkerState.DRAINING if self._draining and snapshot.state is WorkerState.READY else snapshot.state
+        return replace(snapshot, open_leases=self._open_leases, state=state)
+
+    async def run(self, call: LegCall) -> LegEnd:
+        """Serve one leg; see `LegKind`. Errors of the request travel over the link, never as an exception.
+
+        Raises:
+            WorkerLost: the call is meant for another worker or an earlier start of this one.
+        """
+        info = self.info
+        if (call.worker_id, call.incarnation) != (info.worker_id, info.incarnation):
+            raise WorkerLost("the worker was restarted", worker_id=call.worker_id)
+        request_id = call.request.request_id
+        if self._cancelled_early.pop(request_id, 0) is None:
+            return LegEnd("cancelled")
+        leg = self._legs[request_id] = _Leg(call)
+        self.counts["legs"] += 1
+        try:
+            await self._link(call)
+            await self.engine.start(call.request, self._sink)
+            await leg.ended.wait()
+        except RequestError as e:
+            self._send_error(leg, e)
+        except OSError as e:
+            log.warning("router %s cannot be reached: %s", call.router.router_id, e)
+            leg.settled = "failed"
+        finally:
+            end = self._close(leg)
+            await asyncio.shield(self._give_back(leg, end))
+        return LegEnd(end, leg.tokens)  # type: ignore[arg-type]
+
+    async def check_health(self) -> None:
+        """Forward progress: steps advance while there is work.
+
+        Raises:
+            EngineFailed: the engine died, or made no step for `stall_s` with requests in it.
+        """
+        await self.engine.check_health()
+        snapshot = self.engine.snapshot()
+        busy = snapshot.running + snapshot.waiting > 0 or any(not leg.finished for leg in self._legs.values())
+        now = time.monotonic()
+        if snapshot.steps != self._last_steps or not busy:
+            self._last_steps, self._last_progress_s = snapshot.steps, now
+        elif now - self._last_progress_s > self._stall_s:
+            raise EngineFailed(f"no engine step for {now - self._last_progress_s:.0f} s with work waiting")
+
+    async def shutdown(self) -> None:
+        """Intake is closed by Serve before this; end what is left and the engine with all its processes."""
+        self._draining = True
+        for leg in list(self._legs.values()):
+            leg.settled = leg.settled or "cancelled"
+            leg.ended.set()
+        await asyncio.sleep(0)
+        await self.engine.shutdown()
+        for link in list(self._links.values()):
+            link.close()
+
+    # Output
+
+    def _sink(self, request_id: str, item: EngineDelta | PdserveError) -> None:
+        leg = self._legs.get(request_id)
+        if leg is None or leg.finished:
+            return
+        if isinstance(item, PdserveError):
+            leg.finished = True
+            leg.settled = "failed"
+            self._send_error(leg, item)
+            leg.ended.set()
+            return
+        ticket = item.kv_transfer_params if leg.call.kind == "prefill" else None
+        self._put(
+            leg,
+            Output(
+                request_id,
+                leg.tokens,
+                item.token_ids,
+                item.finish_reason,
+                item.stop_reason,
+                item.cached_tokens,
+                item.external_tokens,
+                item.queue_s,
+                item.compute_s,
+                item.transfer_s,
+                item.transfer_bytes,
+                item.logprobs,
+                item.prompt_logprobs,
+                None if ticket is None else dict(ticket),
+            ),
+        )
+        leg.tokens += len(item.token_ids)
+        if item.finish_reason is None:
+            return
+        leg.finished = True
+        if ticket is not None:
+            self._open_leases += 1
+            asyncio.get_running_loop().call_later(self._lease_s, self._expire, leg)
+        else:
+            leg.settled = leg.settled or "done"
+            leg.ended.set()
+
+    def _put(self, leg: _Leg, output: Output) -> None:
+        self._outbox.setdefault(leg.call.router.router_id, []).append(output)
+
+    def _send_error(self, leg: _Leg, error: PdserveError) -> None:
+        leg.settled = "failed"
+        name = type(error).__name__ if isinstance(error, RequestError) else "EngineFailed"
+        self._put(leg, Output(leg.call.request.request_id, leg.tokens, [], error=(name, str(error))))
+        self._flush(None)
+
+    def _after_step(self, _: WorkerSnapshot) -> None:
+        now = time.monotonic()
+        due = now - self._last_load_s >= LOAD_INTERVAL_S
+        if not (self._outbox or due):
+            return
+        self._last_load_s = now
+        self._flush(self._load())
+
+    def _load(self) -> Load:
+        s = self.snapshot()
+        return Load(
+            s.state.value, s.steps, s.running, s.waiting, s.queued_prefill_tokens, s.kv_used_blocks, s.open_leases
+        )
+
+    def _flush(self, load: Load | None) -> None:
+        outbox, self._outbox = self._outbox, {}
+        for router_id, outputs in outbox.items():
+            link = self._links.get(router_id)
+            if link is not None:
+                link.send(Step(outputs, load))
+        if load is not None:
+            for router_id, link in self._links.items():
+                if router_id not in outbox:
+                    link.send(Step([], load))
+
+    # Ends
+
+    def _expire(self, leg: _Leg) -> None:
+        if not leg.ended.is_set():
+            self.counts["expired"] += 1
+            log.warning("lease of %s was never settled; released after %.0f s", leg.call.request.request_id, self._lease_s)
+            leg.settled = "released"
+            leg.ended.set()
+
+    def _close(self, leg: _Leg) -> str:
+        """The outcome, and the leg is off the books."""
+        self._legs.pop(leg.call.request.request_id, None)
+        end = leg.settled or "cancelled"
+        if leg.call.kind == "prefill" and leg.finished and end != "failed":
+            self._open_leases -= 1
+            end = "pulled" if end == "pulled" else "released"
+        self.counts[end] += 1
+        return end
+
+    async def _give_back(self, leg: _Leg, end: str) -> None:
+        request_id = leg.call.request.request_id
+        with contextlib.suppress(EngineFailed):
+            if not leg.finished:
+                await self.engine.abort(request_id)
+            if leg.call.kind == "prefill" and end != "pulled":
+                # Also after an abort: the prefill may have finished in the same step.
+                await self.engine.release([request_id])
+
+    def _on_message(self, router_id: str, message: Message) -> None:
+        if isinstance(message, Cancel):
+            for request_id in message.request_ids:
+                if (leg := self._legs.get(request_id)) is not None:
+                    leg.settled = leg.settled or "cancelled"
+                    leg.ended.set()
+                else:
+                    self._remember_cancel(request_id)
+        elif isinstance(message, Settle):
+            for request_id in message.request_ids:
+                if (leg := self._legs.get(request_id)) is not None:
+                    leg.settled = "pulled" if message.pulled and leg.finished else "released"
+                    leg.ended.set()
+                elif not message.pulled:
+                    self._remember_cancel(request_id)
+        else:
+            log.warning("unexpected message from router %s", router_id)
+
+    def _remember_cancel(self, request_id: str) -> None:
+        """The call of a cancelled leg may still be on its way; most of these have simply ended."""
+        self._cancelled_early[request_id] = None
+        if len(self._cancelled_early) > EARLY_CANCELS:
+            self._cancelled_early.popitem(last=False)
+
+    def _on_router_lost(self, router_id: str) -> None:
+        self._links.pop(router_id, None)
+        self._outbox.pop(router_id, None)
+        for leg in list(self._legs.values()):
+            if leg.call.router.router_id == router_id:
+                leg.settled = leg.settled or "cancelled"
+                leg.ended.set()
+
+    async def _link(self, call: LegCall) -> None:
+        router_id = call.router.router_id
+        if router_id in self._links:
+            return
+        async with self._connecting.setdefault(router_id, asyncio.Lock()):
+            if router_id not in self._links:
+                self._links[router_id] = await LinkClient.connect(
+                    call.router, self.info.worker_id, self.info.incarnation, self._on_message, self._on_router_lost
+                )
+
+
+EngineFactory = Callable[..., Awaitable[Engine]]
+
+
+def describe(worker: Worker) -> dict[str, Any]:
+    """For `pdserve status`."""
+    snapshot = worker.snapshot()
+    return {
+        "worker_id": worker.info.worker_id,
+        "incarnation": worker.info.incarnation,
+        "state": snapshot.state.value,
+        "running": snapshot.running,
+        "waiting": snapshot.waiting,
+        "steps": snapshot.steps,
+        "kv_used_blocks": snapshot.kv_used_blocks,
+        "kv_total_blocks": worker.info.kv_total_blocks,
+        "open_leases": snapshot.open_leases,
+        "legs": dict(worker.counts),
+    }
