@@ -33,6 +33,7 @@ class Path(StrEnum):
     LOCAL_SHORT = "local: short"
     LOCAL_CACHED = "local: cached"
     LOCAL_NO_PREFILL = "local: no prefill worker"
+    LOCAL_RETRY = "local: transfer failed"
     COLOCATED = "colocated"
 
 

@@ -20,6 +20,7 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,10 +115,13 @@ def _chain(state: int, token_ids: Sequence[int], block_size: int) -> tuple[int, 
     blocks = len(token_ids) // block_size
     if blocks == 0:
         return ()
+    tokens: NDArray[np.uint64]
     if isinstance(token_ids, np.ndarray):
         tokens = token_ids.astype(np.uint64, copy=False)
     else:
-        tokens = np.frombuffer(token_ids if _is_u64(token_ids) else array("Q", token_ids), dtype=np.uint64)
+        is_u64 = isinstance(token_ids, array) and token_ids.typecode == "Q"
+        words = cast("array[int]", token_ids) if is_u64 else array("Q", token_ids)
+        tokens = np.frombuffer(words, dtype=np.uint64)
     _POWERS.reserve(blocks)
     sums = np.einsum("ij,j->i", tokens[: blocks * block_size].reshape(blocks, block_size), _weights(block_size))
     sums *= _POWERS.down[:blocks]
@@ -130,7 +134,3 @@ def _chain(state: int, token_ids: Sequence[int], block_size: int) -> tuple[int, 
     sums &= _MASK_U
     sums ^= sums >> _HALF
     return tuple(sums.tolist())
-
-
-def _is_u64(tokens: Sequence[int]) -> bool:
-    return isinstance(tokens, array) and tokens.typecode == "Q"

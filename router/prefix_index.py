@@ -70,7 +70,7 @@ class PrefixIndex:
     # -- writing ------------------------------------------------------------------------------------------------
 
     def store(self, worker_id: str, keys: Sequence[int], parent: int | None = None) -> None:
-        """A worker now holds these consecutive blocks; `parent` is the key before the first, None at a prompt's start."""
+        """A worker now holds these consecutive blocks. `parent` is the key before them, None at a prompt's start."""
         if not keys:
             return
         lane = self._lane(worker_id)
