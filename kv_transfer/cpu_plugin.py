@@ -6,7 +6,7 @@ from `engine.cpu` of the ClusterConfig (see `environment` in kv_transfer/setting
 
 | variable | without it | with it |
 |---|---|---|
-| PDSERVE_CPU_RELAX_UCX_POLLING | NIXL's progress thread polls UCX without a pause: one core per idle engine | 100 us pause |
+| PDSERVE_CPU_RELAX_UCX_POLLING | NIXL's progress thread polls UCX without a pause: a core per engine | 100 us pause |
 | PDSERVE_CPU_FREE_MAIN_THREAD | NIXL pins every engine's main thread to the last core of its NUMA node | not pinned |
 | PDSERVE_CPU_SLEEP_IN_QUEUE | the queue to the worker spins on sched_yield for a second after each read | 50 us sleep |
 
@@ -126,9 +126,10 @@ def sleep_in_queue() -> None:
     """
     from vllm.distributed.device_communicators import shm_broadcast
 
-    if not callable(getattr(shm_broadcast, "sched_yield", None)):
+    module: Any = shm_broadcast
+    if not callable(getattr(module, "sched_yield", None)):
         raise TargetMissing("shm_broadcast.sched_yield is not there")
-    shm_broadcast.sched_yield = _short_sleep
+    module.sched_yield = _short_sleep
 
 
 def _short_sleep() -> None:
