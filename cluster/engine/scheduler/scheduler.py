@@ -199,7 +199,9 @@ class Scheduler:
             return None
         if config.speculation and step.decodes:
             step.draft_tokens = config.speculation.k * len(step.decodes)
-        self._price(step, max_repeats if blocked and not step.chunks else 1)
+        # A first token is news for others: no repeats behind it.
+        steady = blocked and not step.chunks and all(s.generated for s in step.decodes)
+        self._price(step, max_repeats if steady else 1)
         self._in_flight = step
         return step
 

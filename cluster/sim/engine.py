@@ -1,0 +1,153 @@
+"""One engine in virtual time: the scheduler of the real-time engine, driven by the kernel.
+
+An event covers all iterations in which nothing changes. Whatever arrives in between cuts the step at the end of the
+iteration that is running, so the result is that of one event an iteration (tests/unit/test_sim_engine.py).
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+
+from cluster.engine.scheduler.config import SchedulerConfig
+from cluster.engine.scheduler.scheduler import Scheduler
+from cluster.engine.scheduler.sequence import Sequence
+from cluster.engine.scheduler.step import Load, Output, Step
+from cluster.perf.times import StepTimes
+from cluster.sim.kernel import Kernel, Timer
+
+# Longer runs gain little, and a cut one throws its tail away.
+MAX_REPEATS = 128
+
+
+class SimEngine:
+    """
+    Args:
+        on_output: called at the end of an iteration that gave a first or a last token, with all its outputs.
+        on_load: called with KV to pull; the callee answers later with `loaded` or `load_failed`.
+        max_repeats: 1 gives one event an iteration.
+        slowdown: multiplies every step's time (a slow node); takes effect with the next step.
+    """
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        config: SchedulerConfig,
+        times: StepTimes,
+        rng: random.Random,
+        on_output: Callable[[list[Output]], None],
+        on_load: Callable[[Load], None] | None = None,
+        *,
+        max_repeats: int = MAX_REPEATS,
+        record_events: bool = True,
+    ) -> None:
+        self.scheduler = Scheduler(config, times, rng, record_events=record_events)
+        self.slowdown = 1.0
+        self.stopped = False
+        # End of every iteration, by its number.
+        self.step_ends_s = array("d")
+        self.busy_s = 0.0
+        self._kernel, self._on_output, self._on_load = kernel, on_output, on_load
+        self._max_repeats = max_repeats
+        self._step: Step | None = None
+        self._started_s = 0.0
+        self._ends: list[float] = []
+        self._timer: Timer | None = None
+        self._completing = False
+
+    def submit(self, sequence: Sequence) -> None:
+        self.scheduler.add(sequence, self._kernel.now)
+        self._changed()
+
+    def abort(self, seq_id: str) -> None:
+        self.sync()
+        self.scheduler.abort(seq_id)
+        self._changed()
+
+    def release(self, seq_id: str) -> bool:
+        """Free a lease's KV; False if it is gone already."""
+        known = self.scheduler.release(seq_id)
+        if known:
+            self._changed()
+        return known
+
+    def loaded(self, seq_id: str) -> bool:
+        alive = self.scheduler.loaded(seq_id)
+        self._changed()
+        return alive
+
+    def load_failed(self, seq_id: str, *, recompute: bool) -> bool:
+        going_on = self.scheduler.load_failed(seq_id, recompute=recompute)
+        self._changed()
+        return going_on
+
+    def stop(self) -> None:
+        """The engine is gone: nothing happens here any more."""
+        self.stopped = True
+        if self._timer:
+            self._timer.cancel()
+
+    def sync(self) -> None:
+        """Complete the iterations of a long step that are over, so that what is seen is of this moment."""
+        now = self._kernel.now
+        if self._step is None or self.stopped or len(self._ends) == 1 or self._ends[0] > now:
+            return
+        passed = bisect_right(self._ends, now)
+        if passed < len(self._ends):
+            end_s = self._ends[passed - 1]
+            self._complete(passed)
+            self._begin(end_s)
+
+    def token_times(self, sequence: Sequence) -> Iterator[tuple[float, int]]:
+        """(time, tokens) of every iteration that gave tokens."""
+        ends = self.step_ends_s
+        for first, steps, tokens in sequence.runs:
+            for at_s in ends[first : first + steps]:
+                yield at_s, tokens
+
+    def _changed(self) -> None:
+        """Start an iteration, or let the running one be the last of its step."""
+        if self.stopped or self._completing:
+            return
+        if self._step is None:
+            self._begin(self._kernel.now)
+        elif len(self._ends) > 1:
+            running = bisect_left(self._ends, self._kernel.now)
+            if running + 1 < len(self._ends):
+                del self._ends[running + 1 :]
+                assert self._timer is not None
+                self._timer.cancel()
+                self._timer = self._kernel.at(self._ends[running], self._step_over)
+
+    def _begin(self, started_s: float) -> None:
+        step = self.scheduler.schedule(started_s, self._max_repeats)
+        if step is not None:
+            durations = step.durations_s
+            if self.slowdown != 1.0:
+                durations = [d * self.slowdown for d in durations]
+            self._step, self._started_s = step, started_s
+            self._ends = list(accumulate(durations, initial=started_s))[1:]
+            self._timer = self._kernel.at(self._ends[-1], self._step_over)
+        for load in self.scheduler.take_loads():
+            assert self._on_load is not None, "a ticket needs somebody to pull its KV"
+            self._on_load(load)
+
+    def _step_over(self) -> None:
+        outputs = self._complete(len(self._ends))
+        self._completing = True
+        self._on_output(outputs)
+        self._completing = False
+        if not self.stopped:
+            self._begin(self._kernel.now)
+
+    def _complete(self, passed: int) -> list[Output]:
+        assert self._step is not None and self._timer is not None
+        step, ends = self._step, self._ends[:passed]
+        self._step, self._ends = None, []
+        self._timer.cancel()
+        self.step_ends_s.extend(ends)
+        self.busy_s += ends[-1] - self._started_s
+        return self.scheduler.complete(step, passed)
