@@ -15,7 +15,9 @@ from cluster.commands.output import complain
 from cluster.errors import UserError
 
 # name -> (module, one line of help). A module has `command` (a function) or `app` (a typer group).
-COMMANDS: dict[str, tuple[str, str]] = {}
+COMMANDS: dict[str, tuple[str, str]] = {
+    "k8s": ("k8s", "Kubernetes manifests from a config, and a check of them"),
+}
 
 
 def _build(names: list[str]) -> typer.Typer:
