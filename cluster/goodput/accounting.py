@@ -29,11 +29,16 @@ stage owns was spent in the router and counts as its queue.
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from cluster.goodput.timing import itl_p99_s
 from cluster.messages import Outcome, RequestRecord, Role, Slo, Stage
+
+# Upper edges of "how much of its limit did this use": exact counters whose difference gives a window's quantile.
+USED_EDGES = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0, math.inf)
 
 SERVING = (Stage.PREFILL_COMPUTE, Stage.DECODE_STEP)
 WAITING = (Stage.ROUTER_QUEUE, Stage.PREFILL_QUEUE, Stage.KV_TRANSFER, Stage.DECODE_QUEUE)
@@ -132,7 +137,10 @@ class GoodputCounters:
         leg = Role.PREFILL if record.prefill_worker is not None else Role.DECODE
         self._inc(label("cached_tokens", leg), record.cached_tokens)
         if leg is Role.PREFILL and Stage.PREFILL_COMPUTE in record.stage_s:
-            self._inc(label("computed_tokens", Role.PREFILL), record.prompt_tokens - record.cached_tokens)
+            computed = record.prompt_tokens - record.cached_tokens
+            self._inc(label("computed_tokens", Role.PREFILL), computed)
+            self._inc("prefill_computed_tokens_squared", computed * computed)
+            self._inc("prefill_legs")
         self._inc(label("computed_tokens", Role.DECODE), record.decode_computed_tokens)
         self._inc("predicted_cached_tokens", record.predicted_cached_tokens)
         self._inc("output_tokens", record.output_tokens)
@@ -142,6 +150,11 @@ class GoodputCounters:
         self._inc("transfer_blocks", record.transfer_blocks)
         self._inc("retries", max(0, record.attempts - 1))
         self._inc("migrations", record.migrations)
+        if record.outcome is Outcome.DONE and record.ttft_s is not None:
+            self._use("ttft", record.ttft_s, record.slo.ttft_s)
+            self._use("tpot", record.tpot_s or 0.0, record.slo.tpot_s)
+            for stage in WAITING:
+                self._use(stage, record.stage_s.get(stage, 0.0), record.slo.ttft_s)
 
     def count(self, record: RequestRecord) -> None:
         """Arrival and end at once, for records that are read after the fact."""
@@ -170,6 +183,20 @@ class GoodputCounters:
         """All values of a labelled counter, by label."""
         start = name + "{"
         return {key[len(start) : -1]: value for key, value in self.values.items() if key.startswith(start)}
+
+    def used_quantile(self, of: str, q: float) -> float | None:
+        """Upper edge of the q-quantile of the share of its limit that finished requests used; None without one.
+
+        Args:
+            of: `ttft`, `tpot`, or a waiting stage, whose time is measured against the TTFT limit.
+        """
+        counts = [self.get("used", f"{of}:{edge:g}") for edge in USED_EDGES]
+        rank, seen = q * sum(counts), 0.0
+        for edge, n in zip(USED_EDGES, counts, strict=True):
+            seen += n
+            if n and seen >= rank:
+                return edge
+        return None
 
     @property
     def started(self) -> int:
@@ -212,6 +239,10 @@ class GoodputCounters:
         if duration_s <= 0 or accelerators <= 0:
             raise ValueError("duration_s and accelerators must be above 0")
         return self.good / duration_s / accelerators
+
+    def _use(self, of: str, spent_s: float, limit_s: float) -> None:
+        edge = USED_EDGES[min(bisect_left(USED_EDGES, spent_s / limit_s), len(USED_EDGES) - 1)]
+        self._inc(label("used", f"{of}:{edge:g}"))
 
     def _inc(self, key: str, by: float = 1) -> None:
         if by > 0:

@@ -255,3 +255,16 @@ def test_cached_and_computed_tokens_by_leg():
     counters.count(record(Outcome.FAILED, **split | {"ttft_s": None, "cached_tokens": 0, "decode_computed_tokens": 0}))
     assert counters.labels("cached_tokens") == {"prefill": 96, "decode": 16}
     assert counters.labels("computed_tokens") == {"prefill": 4, "decode": 35}
+
+
+def test_how_much_of_the_limit_was_used():
+    counters = GoodputCounters()
+    for i in range(100):
+        wait_s = 0.3 if i < 4 else 0.01
+        stages = {Stage.PREFILL_QUEUE: wait_s, Stage.PREFILL_COMPUTE: 0.1}
+        counters.count(record(ttft_s=wait_s + 0.1, stage_s=stages, tpot_s=0.04))
+    assert counters.used_quantile("prefill_queue", 0.95) == 0.1
+    assert counters.used_quantile("prefill_queue", 0.99) == 0.75
+    assert counters.used_quantile("ttft", 0.95) == 0.25
+    assert counters.used_quantile("tpot", 0.5) == 0.9
+    assert GoodputCounters().used_quantile("tpot", 0.5) is None

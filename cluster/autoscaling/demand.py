@@ -1,0 +1,133 @@
+"""Demand at the entrance: rates of arrivals and tokens from counters, over windows of a bounded history.
+
+Demand is never read from completions per second: at the exit of a saturated system those stay flat however many
+requests wait. Completions only tell what a request is made of (its uncached prompt, its output).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cluster.autoscaling.messages import Settings
+from cluster.goodput.accounting import GoodputCounters
+
+# Windows for what a request is made of reach back this many look-backs where traffic is thin.
+REACH = 5
+_NEEDED = (
+    "started",
+    "outcome{",
+    "good",
+    "missed",
+    "prompt_tokens",
+    "computed_tokens{",
+    "prefill_computed_tokens_squared",
+    "prefill_legs",
+    "output_tokens",
+    "used{",
+)
+
+
+def needed_values(values: Mapping[str, float]) -> dict[str, float]:
+    """The counters that the policy reads: what a router pushes to it."""
+    return {key: value for key, value in values.items() if key.startswith(_NEEDED)}
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """Counters of the last `REACH` look-backs, oldest first."""
+
+    samples: tuple[tuple[float, GoodputCounters], ...] = ()
+
+    def add(self, now: float, values: Mapping[str, float], reach_s: float) -> History:
+        kept = tuple(s for s in self.samples if s[0] >= now - reach_s)
+        return History((*kept, (now, GoodputCounters(needed_values(values)))))
+
+    def window(self, seconds: float) -> tuple[float, GoodputCounters]:
+        """Length and counts of about the last `seconds` (the whole history where that is shorter)."""
+        if len(self.samples) < 2:
+            return 0.0, GoodputCounters()
+        now, latest = self.samples[-1]
+        start = next((s for s in reversed(self.samples[:-1]) if now - s[0] >= seconds - 1e-6), self.samples[0])
+        return now - start[0], latest.since(start[1])
+
+    def since(self, at_s: float) -> GoodputCounters:
+        """Counts after the first sample at or after `at_s`."""
+        inside = [s for s in self.samples if s[0] >= at_s]
+        return inside[-1][1].since(inside[0][1]) if len(inside) >= 2 else GoodputCounters()
+
+    def dispersion(self) -> float:
+        """Variance over mean of arrivals per tick (1 for Poisson), from successive differences, so that a trend
+        does not count. Between 1 and 8."""
+        points = [(at_s, c.get("started")) for at_s, c in self.samples]
+        counts = [b[1] - a[1] for a, b in zip(points, points[1:], strict=False)]
+        mean = sum(counts) / len(counts) if counts else 0.0
+        if len(counts) < 6 or mean <= 0:
+            return 1.0
+        squares = [(b - a) ** 2 for a, b in zip(counts, counts[1:], strict=False)]
+        return min(8.0, max(1.0, sum(squares) / len(squares) / 2 / mean))
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What arrives per second and what one request is made of.
+
+    Attributes:
+        prefill_tokens_per_s: uncached prompt tokens for the prefill pool.
+        decode_prompt_tokens_per_s: prompt tokens that decode engines compute themselves.
+        output_tokens_per_s: None while nothing has ended yet, so that an output is unknown.
+        leg_tokens: mean uncached prompt tokens of one prefill leg; `leg_cv2` their squared variation.
+        dispersion: of arrivals, 1 for Poisson.
+    """
+
+    arrivals_per_s: float
+    prefill_tokens_per_s: float
+    decode_prompt_tokens_per_s: float
+    output_tokens_per_s: float | None
+    output_tokens: float | None
+    leg_tokens: float
+    leg_cv2: float
+    dispersion: float
+
+
+def measure(history: History, settings: Settings) -> Demand:
+    """Rates from the look-back, or from its last quarter where arrivals have changed beyond chance (3 sigma)."""
+    dispersion = history.dispersion()
+    long_s, long = history.window(settings.look_back_s)
+    short_s, short = history.window(max(2 * settings.interval_s, settings.look_back_s / 4))
+    rate_window_s, rates = long_s, long
+    if long_s > short_s > 0:
+        expected = long.get("started") / long_s * short_s
+        if abs(short.get("started") - expected) > 3 * math.sqrt(max(1.0, dispersion * expected)):
+            rate_window_s, rates = short_s, short
+    arrivals = rates.get("started") / rate_window_s if rate_window_s else 0.0
+    prompts = rates.get("started_prompt_tokens") / rate_window_s if rate_window_s else 0.0
+
+    made_of = long
+    if made_of.ended < settings.min_samples:
+        _, made_of = history.window(settings.look_back_s * REACH)
+    ended_prompts = made_of.get("prompt_tokens")
+    by_prefill = by_decode = 0.0
+    if ended_prompts > 0:
+        by_prefill = made_of.get("computed_tokens", "prefill") / ended_prompts
+        by_decode = made_of.get("computed_tokens", "decode") / ended_prompts
+    elif settings.prefill is not None:
+        by_prefill = 1.0
+    else:
+        by_decode = 1.0
+    output = made_of.get("output_tokens") / made_of.ended if made_of.ended else None
+    legs, computed = made_of.get("prefill_legs"), made_of.get("computed_tokens", "prefill")
+    leg = computed / legs if legs else (prompts / arrivals if arrivals else 0.0)
+    squares = made_of.get("prefill_computed_tokens_squared")
+    cv2 = max(0.0, squares * legs / computed**2 - 1) if computed else 1.0
+    return Demand(
+        arrivals_per_s=arrivals,
+        prefill_tokens_per_s=prompts * by_prefill,
+        decode_prompt_tokens_per_s=prompts * by_decode,
+        output_tokens_per_s=None if output is None else arrivals * output,
+        output_tokens=output,
+        leg_tokens=leg,
+        leg_cv2=min(cv2, 20.0),
+        dispersion=dispersion,
+    )
