@@ -59,7 +59,7 @@ class ModelShape:
         intermediate: width of a dense MLP.
         experts, experts_per_token, expert_intermediate: 0 in a dense model; `dense_layers` of a mixture are dense.
         shared_intermediate: summed width of the always-active experts.
-        kv_lora_rank, rope_head_dim: of a latent cache (MLA); 0 otherwise. `v_head_dim` differs from `head_dim` only there.
+        kv_lora_rank, rope_head_dim: of a latent cache (MLA), else 0; `v_head_dim` differs from `head_dim` only there.
         dtype: of the published weights.
         nominal_params: overrides the count from the matrices (a model known only as "70B").
     """
