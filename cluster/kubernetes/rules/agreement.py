@@ -96,7 +96,7 @@ def _proxies(serve: dict[str, Any], found: list[Pod]) -> Iterator[Finding]:
         if asked != port or probe.get("path") != "/-/healthz":
             yield Finding(
                 pod.where,
-                f"readinessProbe must ask the proxy (/-/healthz on {port}): KubeRay sends clients to every ready worker",
+                f"readinessProbe must ask the proxy (/-/healthz on {port}): clients are sent to every ready worker",
             )
         if pod.ray.get("livenessProbe", {}).get("httpGet", {}).get("path") == "/-/healthz":
             yield Finding(pod.where, "livenessProbe asks the proxy: a pod without a replica would be killed for ever")
@@ -123,7 +123,7 @@ def _groups(service: Manifest, expected: dict[str, Group], workers: list[Pod]) -
         if not group.gpus and per_pod != 1:
             yield Finding(
                 pod.where,
-                f"{per_pod} replicas of {group.replica_cpus:g} CPU fit one pod; one pod is one replica: set num_cpus to 1",
+                f"{per_pod} replicas of {group.replica_cpus:g} CPU fit one pod, it must hold one: set num_cpus to 1",
             )
 
 
@@ -186,7 +186,7 @@ def _hardware(pod: Pod, group: Group) -> Iterator[Finding]:
     if group.gpus and group.accelerator is not None and group.accelerator not in chosen:
         yield Finding(
             pod.where,
-            f"nodeSelector ({chosen or 'none'}) does not choose {group.accelerator}, the pool's accelerator in the config",
+            f"nodeSelector ({chosen or 'none'}) does not choose {group.accelerator}, the pool's accelerator",
         )
     tolerated = {t.get("key") for t in pod.spec.get("tolerations", [])}
     if group.gpus and GPU_RESOURCE not in tolerated:

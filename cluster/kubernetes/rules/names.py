@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from cluster.kubernetes.manifests import Finding, Manifest, name_of, pods, where
 
@@ -43,7 +43,7 @@ def _name(manifest: Manifest) -> Iterator[Finding]:
         yield Finding(at, f"name {name!r} must hold only a-z, 0-9, - and ., at most 253 characters")
 
 
-def _labels(at: str, labels: dict[str, object]) -> Iterator[Finding]:
+def _labels(at: str, labels: Mapping[str, object]) -> Iterator[Finding]:
     for key, value in labels.items():
         prefix, _, bare = key.rpartition("/")
         if (prefix and not _DNS_NAME.fullmatch(prefix)) or not _LABEL_NAME.fullmatch(bare) or len(bare) > 63:
