@@ -1,0 +1,144 @@
+"""A fitted profile: step times of one engine as it was measured, with provenance and residuals.
+
+The model is linear in what an iteration does,
+`t = fixed + token * tokens + pair * attended pairs + sequence * batch + context * KV tokens read`, where `tokens`
+counts prompt, decode and draft tokens and a chunk of n new tokens behind c cached ones attends `n * (c + n / 2)`
+pairs. A file is JSON or YAML; it states what was measured, on what, with which command, and how well it fits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cluster.errors import UserError
+from cluster.perf.times import StepTimes
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Coefficients:
+    """Seconds a step, a token, an attended pair, a decoding sequence, a KV token read; a transfer and its byte."""
+
+    fixed_s: float
+    token_s: float
+    pair_s: float
+    sequence_s: float
+    context_token_s: float
+    transfer_fixed_s: float = 0.0
+    transfer_byte_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Residuals:
+    """Relative errors |fitted / measured - 1| over the samples."""
+
+    samples: int
+    median: float
+    p90: float
+    max: float
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What `pdserve fit` writes.
+
+    Attributes:
+        provenance: model, engine and version, device, layout, data types, host, command, time, and any scaling
+            (sampled layers); free-form strings and numbers.
+        residuals: by kind of step: `prefill`, `decode`, `all`; `held_out` where samples were kept apart.
+    """
+
+    coefficients: Coefficients
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    residuals: Mapping[str, Residuals] = field(default_factory=dict)
+
+    def times(self) -> ProfileTimes:
+        return ProfileTimes(self.coefficients)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "coefficients": asdict(self.coefficients),
+            "provenance": dict(self.provenance),
+            "residuals": {kind: asdict(r) for kind, r in self.residuals.items()},
+        }
+
+
+class ProfileTimes(StepTimes):
+    """`StepTimes` from a profile's coefficients."""
+
+    def __init__(self, coefficients: Coefficients) -> None:
+        self.coefficients = coefficients
+
+    def step_s(
+        self,
+        prefill: Sequence[tuple[int, int]],
+        decode_batch: int,
+        decode_context_tokens: int,
+        draft_tokens: int = 0,
+    ) -> float:
+        c = self.coefficients
+        tokens, pairs = decode_batch + draft_tokens, 0.0
+        for new, context in prefill:
+            tokens += new
+            pairs += new * (context + 0.5 * new)
+        return (
+            c.fixed_s
+            + c.token_s * tokens
+            + c.pair_s * pairs
+            + c.sequence_s * decode_batch
+            + c.context_token_s * decode_context_tokens
+        )
+
+    def decode_run_s(self, decode_batch: int, decode_context_tokens: int, steps: int) -> list[float]:
+        first = self.step_s((), decode_batch, decode_context_tokens)
+        growth = self.coefficients.context_token_s * decode_batch
+        return [first + i * growth for i in range(steps)]
+
+    def transfer_s(self, kv_bytes: int) -> float:
+        return self.coefficients.transfer_fixed_s + self.coefficients.transfer_byte_s * kv_bytes
+
+
+def write_profile(profile: Profile, path: str | Path) -> None:
+    """JSON, or YAML where the name ends in .yaml or .yml."""
+    path = Path(path)
+    data = profile.to_dict()
+    text = yaml.safe_dump(data, sort_keys=False) if path.suffix in (".yaml", ".yml") else json.dumps(data, indent=2)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text.rstrip() + "\n", encoding="utf-8")
+    except OSError as e:
+        raise UserError(f"out: {path} cannot be written ({e.strerror})") from None
+
+
+def read_profile(path: str | Path) -> Profile:
+    """Read a profile.
+
+    Raises:
+        UserError: the file is missing, of another format, or a coefficient is missing, unknown or negative.
+    """
+    try:
+        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as e:
+        raise UserError(f"profile: {path} cannot be read ({e.strerror}); write one with `pdserve fit`") from None
+    except (yaml.YAMLError, UnicodeDecodeError):
+        raise UserError(f"profile: {path} is neither JSON nor YAML") from None
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise UserError(f"profile: {path} is not a profile of format {FORMAT}; write one with `pdserve fit`")
+    raw = data.get("coefficients")
+    known = {f.name for f in fields(Coefficients)}
+    if not isinstance(raw, dict) or not known >= set(raw) or not {"fixed_s", "token_s"} <= set(raw):
+        raise UserError(f"profile: {path}: coefficients must be {', '.join(sorted(known))}")
+    bad = [name for name, v in raw.items() if isinstance(v, bool) or not isinstance(v, (int, float)) or not v >= 0]
+    if bad:
+        raise UserError(f"profile: {path}: coefficients.{bad[0]} is {raw[bad[0]]!r}, not a number of at least 0")
+    residuals = {kind: Residuals(**r) for kind, r in (data.get("residuals") or {}).items()}
+    values = {"pair_s": 0.0, "sequence_s": 0.0, "context_token_s": 0.0, **{k: float(v) for k, v in raw.items()}}
+    return Profile(Coefficients(**values), data.get("provenance") or {}, residuals)

@@ -1,0 +1,85 @@
+"""Fitting finds the coefficients behind noisy steps; a profile survives the disk and refuses nonsense."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from cluster.errors import UserError
+from cluster.perf.fitting import StepSample, fit_steps, fit_transfer, residuals_of
+from cluster.perf.profile import Coefficients, Profile, ProfileTimes, read_profile, write_profile
+
+TRUE = Coefficients(2e-3, 4e-5, 3e-9, 1e-4, 2e-7)
+
+
+def _samples(noise: float, hiccups: float = 0.0, seed: int = 3) -> list[StepSample]:
+    rng, times, samples = random.Random(seed), ProfileTimes(TRUE), []
+    for _ in range(300):
+        kind = rng.random()
+        prefill = () if kind < 0.5 else ((rng.randint(16, 4096), rng.choice([0, 512, 4096])),)
+        batch = 0 if kind > 0.8 else rng.randint(1, 64)
+        context = batch * rng.randint(16, 4096)
+        duration = times.step_s(prefill, batch, context) * rng.uniform(1 - noise, 1 + noise)
+        samples.append(StepSample(prefill, batch, context, duration * (20 if rng.random() < hiccups else 1)))
+    return samples
+
+
+@pytest.mark.parametrize(("noise", "hiccups", "tolerance"), [(0.0, 0.0, 1e-6), (0.05, 0.0, 0.15), (0.05, 0.03, 0.2)])
+def test_the_coefficients_behind_the_steps_are_found(noise: float, hiccups: float, tolerance: float) -> None:
+    fit = fit_steps(_samples(noise, hiccups))
+    fresh = residuals_of(fit.coefficients, _samples(0.0, seed=99))
+    assert fresh["all"].p90 <= tolerance
+    assert set(fit.residuals) == {"all", "prefill", "decode", "mixed"}
+    assert fit.residuals["all"].samples == 300
+
+
+def test_coefficients_are_never_negative() -> None:
+    samples = [StepSample((), b, b * 100, 0.01 - b * 1e-5) for b in range(1, 50)]
+    c = fit_steps(samples).coefficients
+    assert min(c.fixed_s, c.token_s, c.pair_s, c.sequence_s, c.context_token_s) >= 0
+
+
+def test_too_few_samples_and_impossible_durations_are_refused() -> None:
+    with pytest.raises(ValueError, match="do not determine"):
+        fit_steps(_samples(0.0)[:4])
+    with pytest.raises(ValueError, match="positive"):
+        fit_steps([*_samples(0.0)[:9], StepSample((), 1, 1, 0.0)])
+
+
+def test_transfers_fit_a_latency_and_a_bandwidth() -> None:
+    fixed, per_byte = fit_transfer([(n * 1_000_000, 1e-3 + n * 1e6 / 5e9) for n in range(1, 20)])
+    assert fixed == pytest.approx(1e-3, rel=1e-3) and 1 / per_byte == pytest.approx(5e9, rel=1e-3)
+    assert fit_transfer([]) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("name", ["p.json", "p.yaml", "deeper/p.yml"])
+def test_a_profile_comes_back_as_it_was_written(tmp_path, name: str) -> None:
+    fit = fit_steps(_samples(0.05))
+    profile = Profile(fit.coefficients, {"model": "embedded", "tp": 1}, fit.residuals)
+    write_profile(profile, tmp_path / name)
+    assert read_profile(tmp_path / name) == profile
+    assert profile.times().decode_run_s(4, 400, 3) == pytest.approx(
+        [profile.times().step_s((), 4, 400 + 4 * i) for i in range(3)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        ("[1, 2]", "not a profile of format 1"),
+        ("{", "neither JSON nor YAML"),
+        (json.dumps({"format": 1, "coefficients": {"fixed_s": 1}}), "coefficients must be"),
+        (json.dumps({"format": 1, "coefficients": {"fixed_s": 1, "token_s": -1}}), "token_s is -1, not a number"),
+        (json.dumps({"format": 1, "coefficients": {"fixed_s": 1, "token_s": "x"}}), "token_s is 'x'"),
+        (json.dumps({"format": 1, "coefficients": {"fixed_s": 1, "token_s": 1, "tokn_s": 1}}), "coefficients must be"),
+    ],
+)
+def test_a_file_that_is_no_profile_is_one_line(tmp_path, content: str, line: str) -> None:
+    path = tmp_path / "p.json"
+    path.write_text(content)
+    with pytest.raises(UserError, match=line):
+        read_profile(path)
+    with pytest.raises(UserError, match="cannot be read"):
+        read_profile(tmp_path / "missing.json")
