@@ -22,6 +22,7 @@ class Arrival:
         output_tokens: tokens to generate; at least 1.
         priority: lower is served first.
         session: conversation, document or agent task that the request belongs to; 0 where there is none.
+        stream: index of the workload's stream that it comes from.
     """
 
     at_s: float
@@ -30,6 +31,7 @@ class Arrival:
     tenant: str = "default"
     priority: int = 0
     session: int = 0
+    stream: int = 0
 
     @property
     def prompt_tokens(self) -> int:

@@ -97,6 +97,8 @@ class Workload(Section):
             Stream(arrivals=self.arrivals_, prompts=self.prompts, trace=self.trace)
         if self.duration_s is None and self.requests is None and any(s.trace is None for s in self.all_streams):
             raise ValueError("give `duration_s` or `requests`: the arrivals never end")
+        if len({isinstance(s.arrivals, Closed) for s in self.all_streams}) > 1:
+            raise ValueError("open and closed arrivals in one workload: its latencies would mean two things")
         return self
 
     @property
@@ -163,13 +165,13 @@ class Workload(Section):
         if stream.trace is not None:
             for a in stream.trace.arrivals(times_rng, _load_trace(stream.trace, base)):
                 prompt, output, _ = fit(Content(a.prompt, a.output_tokens))
-                yield Arrival(a.at_s, prompt, output, stream.tenant, stream.priority)
+                yield Arrival(a.at_s, prompt, output, stream.tenant, stream.priority, 0, index)
             return
         assert isinstance(stream.arrivals, OpenProcess)
         source = self.source(index, seed=seed)
         for at_s in stream.arrivals.times(times_rng):
             prompt, output, session = source.next(at_s)
-            yield Arrival(at_s, prompt, output, stream.tenant, stream.priority, session)
+            yield Arrival(at_s, prompt, output, stream.tenant, stream.priority, session, index)
 
 
 class _Bounded:
