@@ -16,6 +16,7 @@ from cluster.errors import UserError
 
 # name -> (module, one line of help). A module has `command` (a function) or `app` (a typer group).
 COMMANDS: dict[str, tuple[str, str]] = {
+    "reference": ("reference", "published figures of the field beside what this code computes"),
     "k8s": ("k8s", "Kubernetes manifests from a config, and a check of them"),
 }
 

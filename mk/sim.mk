@@ -1,0 +1,4 @@
+.PHONY: reference
+
+reference: setup  ## published figures of the field beside ours, with verdicts
+	@$(BIN)/pdserve reference
