@@ -1,0 +1,43 @@
+"""What the gateway knows of the request that is being served; set before vLLM's layer runs.
+
+The layer's own objects carry no tenant. A context variable reaches every coroutine and task that serves the
+request, so `current()` may be called wherever the request is handled.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+DEFAULT_TENANT = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestContext:
+    """Facts that no client can claim for itself, and its checked wishes.
+
+    Attributes:
+        tenant: authenticated identity.
+        cache_salt: namespace of the prefix cache, from the tenant and the client's salt; None = the shared one.
+            It replaces any salt of the body.
+        slo_ttft_s, slo_tpot_s: limits of this request, from its headers; None = the cluster's.
+        client_request_id: only to be echoed and logged; never a key.
+    """
+
+    tenant: str = DEFAULT_TENANT
+    cache_salt: str | None = None
+    slo_ttft_s: float | None = None
+    slo_tpot_s: float | None = None
+    client_request_id: str | None = None
+
+
+_current: ContextVar[RequestContext | None] = ContextVar("pdserve_request", default=None)
+
+
+def current() -> RequestContext:
+    """The context of the running request; defaults outside of one."""
+    return _current.get() or RequestContext()
+
+
+def enter(context: RequestContext) -> None:
+    _current.set(context)

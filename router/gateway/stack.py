@@ -1,0 +1,40 @@
+"""The gateway around the HTTP application, outermost first: routes, identity, the body, the start of a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from cluster.config import RouterConfig
+from router.gateway.asgi import App
+from router.gateway.auth import Authenticate
+from router.gateway.body import CheckBody
+from router.gateway.fields import BodyLimits
+from router.gateway.keys import KeyRing
+from router.gateway.routes import PublicRoutes
+from router.gateway.stream import StreamStart
+
+
+def guard(
+    app: App,
+    config: RouterConfig,
+    *,
+    vocab_size: int,
+    environ: Mapping[str, str],
+    extra_paths: Iterable[str] = (),
+) -> App:
+    """Wrap an application that speaks OpenAI's API.
+
+    Args:
+        vocab_size: width of the model's output; every token id of a client is below it.
+        environ: where `router.tenants.api_keys_env` is looked up.
+        extra_paths: paths of the application besides OpenAI's that clients may GET.
+
+    Raises:
+        ConfigError: the API keys cannot be read.
+    """
+    http = config.http
+    keys = KeyRing.from_config(config.tenants, environ)
+    separate = keys is not None or config.tenants.header is not None
+    inner = StreamStart(app, http.keep_alive_s)
+    checked = CheckBody(inner, BodyLimits.from_config(http, vocab_size), http.max_body_bytes, separate_tenants=separate)
+    return PublicRoutes(Authenticate(checked, config.tenants, keys), extra_paths)
