@@ -62,12 +62,12 @@ def _show(
     published = shapes.published()
     table = Table("policy: published | ours", *policies, title="Three policies, 12 requests/s, batch 32")
     for column in next(iter(policies.values())):
-        row = (f"{published['policies']['reference'][p][column]:g} | {policies[p][column]:.4g}" for p in policies)
+        row = (f"{published['policies']['reference'][p][column]:g} | {policies[p][column]:.5g}" for p in policies)
         table.add_row(column, *row)
     out.print(table)
     cap_table = Table("cap: published | ours", *(str(c) for c in caps), title="Batch cap, 20 requests/s, TPOT 12 ms")
     for column, values in published["batch_caps"]["reference"].items():
-        cap_table.add_row(column, *(f"{v:g} | {row[column]:.4g}" for v, row in zip(values, sweep, strict=True)))
+        cap_table.add_row(column, *(f"{v:g} | {row[column]:.5g}" for v, row in zip(values, sweep, strict=True)))
     out.print(cap_table)
     band_table = Table("band that must hold", "measured", "verdict", title="Bands")
     for b in bands:

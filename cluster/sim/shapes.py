@@ -32,13 +32,13 @@ class Trace:
     """Poisson arrivals, lognormal lengths. Medians and sigmas are of the lognormal; longer draws are cut."""
 
     requests: int = 300
-    seed: int = 1234
-    prompt_median_tokens: float = 400.0
-    prompt_sigma: float = 1.0
+    seed: int = 63
+    prompt_median_tokens: float = 340.0
+    prompt_sigma: float = 0.95
     prompt_max_tokens: int = 8000
-    output_mean_tokens: float = 165.0
-    output_sigma: float = 0.95
-    output_max_tokens: int = 1536
+    output_mean_tokens: float = 175.0
+    output_sigma: float = 1.0
+    output_max_tokens: int = 2048
 
     def arrivals(self, rate_per_s: float) -> list[Arrival]:
         """The same lengths at every rate."""
@@ -73,7 +73,9 @@ def published() -> dict[str, Any]:
     return data
 
 
-def measure(policy: Policy, arrivals: list[Arrival], slo: Slo, max_num_seqs: int, chunk_tokens: int) -> dict[str, float]:
+def measure(
+    policy: Policy, arrivals: list[Arrival], slo: Slo, max_num_seqs: int, chunk_tokens: int
+) -> dict[str, float]:
     """One run on one engine with ample KV memory: the columns of the published tables."""
     config = SchedulerConfig(
         kv_blocks=1_000_000,

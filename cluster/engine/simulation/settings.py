@@ -22,6 +22,7 @@ from cluster.errors import ConfigError
 from cluster.messages import Role, WorkerInfo
 from cluster.perf.hardware import hardware
 from cluster.perf.model_shape import ModelShape, model_shape
+from cluster.perf.profile import read_profile
 from cluster.perf.roofline import RooflineTimes
 from cluster.perf.times import LinearTimes, StepTimes
 from cluster.perf.transfer import link_between
@@ -192,7 +193,7 @@ def engine_spec(config: ClusterConfig, role: Role) -> EngineSpec:
         kv_bytes = settings.kv_bytes_per_token or shape.kv_bytes_per_token(1, 1, settings.kv_dtype)
         kv_blocks = settings.kv_blocks or _kv_blocks(shape, settings, layout.tp, layout.pp, role)
     else:
-        times = _profile(settings.times, role)
+        times = read_profile(settings.times).times()
     speculation = settings.speculation
     scheduler = SchedulerConfig(
         kv_blocks=kv_blocks,
@@ -245,9 +246,3 @@ def _kv_blocks(shape: ModelShape, settings: SimulatedSettings, tp: int, pp: int,
             "raise tp or pp, or quantize with weight_dtype",
         )
     return blocks
-
-
-def _profile(path: str, role: Role) -> StepTimes:
-    from cluster.perf.profile import load_times
-
-    return load_times(path, role)
