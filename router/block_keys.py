@@ -125,7 +125,7 @@ def _chain(state: int, token_ids: Sequence[int], block_size: int) -> tuple[int, 
     _POWERS.reserve(blocks)
     sums = np.einsum("ij,j->i", tokens[: blocks * block_size].reshape(blocks, block_size), _weights(block_size))
     sums *= _POWERS.down[:blocks]
-    sums[0] += _U64(state * _CHAIN & _MASK)
+    sums[:1] += _U64(state * _CHAIN & _MASK)  # a slice: scalars warn when they wrap
     np.cumsum(sums, out=sums)
     sums *= _POWERS.up[:blocks]
     sums &= _MASK_U

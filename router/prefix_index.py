@@ -281,7 +281,7 @@ class PrefixIndex:
 
     def _free_upwards(self, row: int) -> None:
         """Delete a row that nobody holds and that has no children, then its parent if that became such a row."""
-        while row and not self._child[row] and not any(plane[row] for plane in self._planes):
+        while row and not self._child[row] and self._keys[row] >= 0 and not any(p[row] for p in self._planes):
             parent = self._parent[row]
             self._unlink(row)
             self._rows.pop(self._keys[row], None)
