@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 from cluster.autoscaling.messages import Settings
 from cluster.goodput.accounting import GoodputCounters
@@ -61,11 +62,11 @@ class History:
         """Variance over mean of arrivals per tick (1 for Poisson), from successive differences, so that a trend
         does not count. Between 1 and 8."""
         points = [(at_s, c.get("started")) for at_s, c in self.samples]
-        counts = [b[1] - a[1] for a, b in zip(points, points[1:], strict=False)]
+        counts = [b[1] - a[1] for a, b in pairwise(points)]
         mean = sum(counts) / len(counts) if counts else 0.0
         if len(counts) < 6 or mean <= 0:
             return 1.0
-        squares = [(b - a) ** 2 for a, b in zip(counts, counts[1:], strict=False)]
+        squares = [(b - a) ** 2 for a, b in pairwise(counts)]
         return min(8.0, max(1.0, sum(squares) / len(squares) / 2 / mean))
 
 

@@ -15,7 +15,7 @@ from cluster.goodput.accounting import GoodputCounters
 from cluster.messages import Role, Stage
 
 RAISE, LOWER = 1.1, 0.97
-FACTOR_MIN, FACTOR_MAX = 0.8, 2.0
+FACTOR_MIN, FACTOR_MAX = 1.0, 2.0
 # Slack enough to lower the factor: the 95th percentile uses no more than this share of the limit.
 SLACK = 0.25
 
@@ -31,12 +31,12 @@ def judge(state: State, seen: Observation, now: float) -> tuple[State, Verdicts]
     settings = state.settings
     _, thin = state.history.window(settings.look_back_s * 5)
     warnings = unattainable(settings, thin)
-    warm_s = max(v for v in (state.settled_s, state.judged_s) if v is not None) if state.settled_s is not None else now
-    window = state.history.since(warm_s + settings.look_back_s / 2)
-    judged = window.good + window.missed
+    warm_s = (state.settled_s or 0.0) + settings.look_back_s / 2
+    last_s = warm_s if state.judged_s is None else state.judged_s
+    window = state.history.since(max(warm_s, last_s))
     starting = any(load.starting for load in seen.pools.values())
-    if judged < settings.min_samples or starting:
-        return state, Verdicts(warnings, _figures(window))
+    if window.good + window.missed < settings.min_samples or now - last_s < settings.look_back_s / 2 or starting:
+        return state, Verdicts(warnings, _figures(state.history.window(settings.look_back_s)[1]))
     allowed = 1 - settings.attainment
     pools = dict(state.pools)
     for role, share in mendable(settings, window, seen).items():
@@ -48,7 +48,7 @@ def judge(state: State, seen: Observation, now: float) -> tuple[State, Verdicts]
         elif share < allowed / 4 and factor > 1:
             factor = max(1.0, factor * LOWER)
         pools[role] = replace(pools[role], factor=factor)
-    return replace(state, pools=pools, judged_s=now - settings.look_back_s / 2), Verdicts(warnings, _figures(window))
+    return replace(state, pools=pools, judged_s=now), Verdicts(warnings, _figures(window))
 
 
 def mendable(settings: Settings, window: GoodputCounters, seen: Observation) -> dict[Role, float]:

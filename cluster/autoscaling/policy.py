@@ -55,10 +55,11 @@ def decide(state: State, observation: Observation, now: float) -> tuple[State, D
     problem = _unusable(state, observation, now)
     if problem is not None:
         return _hold(state, observation, problem)
+    observation = _clean(observation)
     state = _learn(state, observation, now)
     demand = measure(state.history, state.settings)
     state, verdicts = feedback.judge(state, observation, now)
-    needs = _needs(state, observation, demand, now)
+    needs = _needs(state, observation, demand)
     state, wishes = _hysteresis(state, observation, needs, now)
     return _settle(state, observation, wishes, verdicts, demand)
 
@@ -73,7 +74,8 @@ def _unusable(state: State, seen: Observation, now: float) -> str | None:
             return f"{key} is {value!r}"
     if state.seen is not None and now <= state.seen_at_s:
         return "the clock did not advance"
-    for name, value in (("queue_depth", seen.queue_depth), ("oldest_wait_s", seen.oldest_wait_s)):
+    waits: tuple[tuple[str, Any], ...] = (("queue_depth", seen.queue_depth), ("oldest_wait_s", seen.oldest_wait_s))
+    for name, value in waits:
         if value is None or not _is_amount(value):
             return f"{name} is {value!r}"
     if any(not _is_amount(n) for load in seen.pools.values() for n in (load.ready, load.starting, load.draining)):
@@ -85,23 +87,28 @@ def _is_amount(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and 0 <= float(value) < math.inf
 
 
-def _clean(load: PoolLoad) -> PoolLoad:
+def _clean(seen: Observation) -> Observation:
     """Impossible optional numbers become missing ones."""
+    prefill = None if seen.prefill is None else _clean_load(seen.prefill)
+    return replace(seen, prefill=prefill, decode=_clean_load(seen.decode))
+
+
+def _clean_load(load: PoolLoad) -> PoolLoad:
     optional = ("busy_s", "steps", "sequence_steps", "prompt_tokens", "running", "waiting", "queued_prompt_tokens")
-    bad = {name: None for name in (*optional, "kv_used_ratio") if not _is_amount(getattr(load, name))}
+    bad: dict[str, Any] = {name: None for name in (*optional, "kv_used_ratio") if not _is_amount(getattr(load, name))}
     return replace(load, **bad) if bad else load
 
 
 def _hold(state: State, seen: Observation, problem: str) -> tuple[State, Decision]:
     """Keep the targets; the clamps still apply, and a gap in the data restarts every delay."""
-    decided, pools = {}, dict(state.pools)
-    for role, bounds in state.settings.pools.items():
-        was = state.pools[role].target
-        if was is None:
-            load = seen.pools.get(role)
-            was = _present(load) if load is not None else bounds.min
-        target = min(max(was, bounds.min), bounds.max)
-        reason = "no data" if target == was else "bounds"
+    settings, decided, pools, were = state.settings, {}, dict(state.pools), {}
+    for role, bounds in settings.pools.items():
+        kept, load = state.pools[role].target, seen.pools.get(role)
+        were[role] = kept if kept is not None else _present(load) if load is not None else bounds.min
+    bounded = {role: min(max(were[role], b.min), b.max) for role, b in settings.pools.items()}
+    shared = split(settings, bounded, bounded, bounded)
+    for role, target in shared.items():
+        reason = "no data" if target == were[role] else "bounds" if target == bounded[role] else "budget"
         decided[role] = PoolDecision(target, reason, f"hold: {problem}")
         pools[role] = replace(state.pools[role], target=target, needs=(), running=())
     state = replace(state, pools=pools, since_s=None, seen=None)
@@ -119,10 +126,10 @@ def _learn(state: State, seen: Observation, now: float) -> State:
     settings, before = state.settings, state.seen
     pools, settled_s = {}, state.settled_s
     for role, load in seen.pools.items():
-        pool, load = state.pools[role], _clean(load)
+        pool = state.pools[role]
         if before is not None:
             was = before.pools[role]
-            pool = replace(pool, costs=pool.costs.learn(_clean(was), load, now - state.seen_at_s))
+            pool = replace(pool, costs=pool.costs.learn(was, load, now - state.seen_at_s))
             if load.ready != was.ready:
                 settled_s = now
             if load.ready > was.ready and pool.waiting_since_s is not None:
@@ -147,13 +154,13 @@ def _learn(state: State, seen: Observation, now: float) -> State:
     )
 
 
-def _needs(state: State, seen: Observation, demand: Demand, now: float) -> dict[Role, Need]:
+def _needs(state: State, seen: Observation, demand: Demand) -> dict[Role, Need]:
     settings = state.settings
     startup_s = {role: _startup_s(settings, pool) for role, pool in state.pools.items()}
     queue = Queue(seen.queue_depth or 0.0, seen.oldest_wait_s or 0.0)
 
     def sized(role: Role, share: Queue) -> Need:
-        pool, load = state.pools[role], _clean(seen.pools[role])
+        pool, load = state.pools[role], seen.pools[role]
         cost = pool.costs.cost()
         if role is Role.PREFILL:
             need = prefill_need(settings, demand, load, cost, share, startup_s[role])
