@@ -59,6 +59,8 @@ class EngineConfig(Section):
     cpu: CpuConfig = CpuConfig()
     simulated: dict[str, Any] = Field(default_factory=dict, description="see cluster/engine/simulated.py")
     start_timeout_s: float = Field(600, gt=0)
+    stall_s: float = Field(60, gt=0, description="without an engine step for that long while work waits, a replica is restarted")
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "WARNING"
 
 
 class LayoutConfig(Section):
@@ -137,6 +139,9 @@ class TenantsConfig(Section):
 class HttpConfig(Section):
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=1, le=65535)
+    ingress: Literal["auto", "direct", "proxy", "haproxy"] = Field(
+        "auto", description="auto = direct with one router replica (it listens itself), else Serve's proxy"
+    )
     max_body_bytes: int = Field(16 * 1024 * 1024, ge=1024)
     keep_alive_s: float | None = Field(None, gt=0, description="SSE comment interval during long prefills")
     allow_chat_template: bool = False
@@ -149,6 +154,9 @@ class HttpConfig(Section):
 
 class RouterConfig(Section):
     replicas: int = Field(1, ge=1, le=256)
+    openai_arguments: list[str] = Field(
+        default_factory=list, description="further arguments of vLLM's OpenAI server, e.g. tool call parsers"
+    )
     num_cpus: float = Field(0.1, ge=0)
     http: HttpConfig = HttpConfig()
     placement: PlacementConfig = PlacementConfig()

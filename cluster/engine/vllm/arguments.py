@@ -23,12 +23,14 @@ class EngineSettings:
         kv_transfer: vLLM's KVTransferConfig as a mapping, None for a colocated pool.
         kv_events: vLLM's KVEventsConfig as a mapping, None where events are off.
         environment: variables that must be set before vLLM is imported.
+        ports: the reservation, kept for the life of the engine.
     """
 
     model_path: str
     kv_transfer: dict[str, Any] | None = None
     kv_events: dict[str, Any] | None = None
     environment: dict[str, str] = field(default_factory=dict)
+    ports: Any = None
 
 
 def engine_arguments(config: ClusterConfig, role: Role, settings: EngineSettings) -> Any:

@@ -24,10 +24,10 @@ from cluster.messages import Role, WorkerInfo, WorkerSnapshot, WorkerState
 class VllmEngine:
     """One vLLM engine core and its ranks."""
 
-    def __init__(self, core: Any, info: WorkerInfo, executor_processes: int) -> None:
+    def __init__(self, core: Any, info: WorkerInfo) -> None:
         self._core = core
         self._info = info
-        self._ranks = executor_processes
+        self._ports: Any = None
         self._sinks: dict[str, tuple[Sink, Any]] = {}
         self._pulls: set[str] = set()
         self._transfers = Transfers(info.kv_bytes_per_token)
@@ -60,7 +60,9 @@ class VllmEngine:
         except (RuntimeError, ValueError, OSError) as e:
             raise EngineFailed(f"the {role} engine did not start: {_first_line(e)}") from e
         info = worker_info(config, role, settings, vllm_config, worker_id, incarnation, node)
-        return cls(core, info, vllm_config.parallel_config.world_size)
+        engine = cls(core, info)
+        engine._ports = settings.ports
+        return engine
 
     @property
     def info(self) -> WorkerInfo:

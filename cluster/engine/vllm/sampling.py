@@ -33,3 +33,17 @@ def leg_sampling(request: EngineRequest) -> SamplingParams:
         extra["kv_transfer_params"] = dict(request.kv_transfer_params)
     params.extra_args = extra or None
     return params
+
+
+def continued(params: SamplingParams, tokens_sent: int) -> SamplingParams:
+    """Parameters for going on after `tokens_sent` output tokens, which are part of the prompt now."""
+    rest = params.clone()
+    if rest.max_tokens is not None:
+        rest.max_tokens = max(1, rest.max_tokens - tokens_sent)
+    rest.min_tokens = max(0, rest.min_tokens - tokens_sent)
+    return rest
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    """Plain greedy decoding of exactly that many tokens."""
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)

@@ -1,0 +1,76 @@
+"""Builds the Serve application of a cluster: the only place where deployments are made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
+
+from cluster.config import ClusterConfig, parse
+from cluster.messages import Role
+from decode_pool.worker import DecodeWorker
+from prefill_pool.worker import PrefillWorker
+from router.app import DEPLOYMENTS, ROUTER, Router
+from router.pinning import PinnedRequestRouter
+
+WORKERS = {Role.PREFILL: PrefillWorker, Role.DECODE: DecodeWorker}
+
+# Serve's own limit must never be what queues a request: placement and admission decide.
+MAX_ONGOING = 100_000
+
+
+def build(args: dict[str, Any]) -> Application:
+    """The application of a cluster.
+
+    Args:
+        args: {"config": a ClusterConfig as a mapping}; also the form in which `serve deploy` passes it.
+
+    Raises:
+        ConfigError: the configuration cannot be used.
+    """
+    config = parse(args.get("config", {}))
+    raw = config.model_dump(mode="json")
+    pools = {
+        role: _pool(config, role).bind(raw)
+        for role in ([Role.DECODE] if config.colocated else [Role.PREFILL, Role.DECODE])
+    }
+    router = serve.deployment(
+        name=ROUTER,
+        num_replicas=config.router.replicas,
+        max_ongoing_requests=MAX_ONGOING,
+        ray_actor_options={"num_cpus": config.router.num_cpus},
+        graceful_shutdown_timeout_s=config.router.drain_s,
+        health_check_period_s=5,
+        health_check_timeout_s=30,
+    )(Router)
+    return router.bind(raw, pools[Role.DECODE], pools.get(Role.PREFILL))
+
+
+def _pool(config: ClusterConfig, role: Role) -> Any:
+    pool = config.pool(role)
+    options: dict[str, Any] = {
+        "name": DEPLOYMENTS[role],
+        "max_ongoing_requests": MAX_ONGOING,
+        "graceful_shutdown_timeout_s": pool.drain_s,
+        "graceful_shutdown_wait_loop_s": 0.2,
+        "health_check_period_s": 2,
+        "health_check_timeout_s": 30,
+        "request_router_config": RequestRouterConfig(request_router_class=PinnedRequestRouter),
+        "ray_actor_options": actor_options(config, role),
+        "num_replicas": pool.replicas.start,
+    }
+    return serve.deployment(**options)(WORKERS[role])
+
+
+def actor_options(config: ClusterConfig, role: Role) -> dict[str, Any]:
+    """Ray resources of one replica."""
+    pool = config.pool(role)
+    options: dict[str, Any] = {"num_cpus": pool.num_cpus}
+    ranks = pool.layout.tp * pool.layout.pp * pool.layout.dp
+    if pool.accelerator is not None:
+        options["resources"] = {pool.accelerator: ranks}
+    if config.engine.kind == "vllm" and config.engine.device == "gpu":
+        options["num_gpus"] = ranks
+    return options

@@ -1,0 +1,289 @@
+"""Starts and ends a cluster from the command line: Ray on this machine (or an address), then the Serve application."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from cluster.config import ClusterConfig
+from cluster.errors import UserError
+from cluster.messages import Role
+from cluster.runtime.environment import ingress, ray_environment
+
+Progress = Callable[[str, float], None]
+"""(what is being waited for, seconds so far)"""
+
+NAMESPACE = "pdserve"
+ENGINE_GIB = 2.7
+"""Resident memory of one CPU engine without its KV (docs/architecture.md has the command that measures it)."""
+
+
+@dataclass(slots=True)
+class LocalCluster:
+    """A running application, and what was started for it.
+
+    Attributes:
+        url: where clients reach it.
+        owns_ray: this process started Ray, so it ends it.
+    """
+
+    config: ClusterConfig
+    url: str
+    owns_ray: bool
+    started_s: float
+    ready_s: dict[str, float] = field(default_factory=dict)
+
+    def router_status(self) -> dict[str, Any]:
+        return fetch_status(self.url)
+
+    def stop(self, *, progress: Progress | None = None) -> None:
+        """Let running requests finish, then end the application and, if it is ours, Ray. No process is left."""
+        import ray
+        from ray import serve
+
+        since = time.monotonic()
+
+        def tell(what: str) -> None:
+            if progress is not None:
+                progress(what, time.monotonic() - since)
+
+        if not ray.is_initialized():
+            return
+        tell("running requests")
+        with contextlib.suppress(Exception):
+            handle = serve.get_app_handle(self.config.name)
+            handle.drain.remote().result(timeout_s=self.config.router.drain_s)
+        tell("replicas")
+        with contextlib.suppress(Exception):
+            serve.delete(self.config.name, _blocking=True)
+        if self.owns_ray:
+            tell("Ray")
+            with contextlib.suppress(Exception):
+                serve.shutdown()
+        ray.shutdown()
+
+
+def start(
+    config: ClusterConfig, *, address: str | None = None, progress: Progress | None = None, num_cpus: int | None = None
+) -> LocalCluster:
+    """Start the cluster and wait until it serves.
+
+    Args:
+        address: of a running Ray cluster; None starts one on this machine, for this process.
+        progress: called a few times a second while something is being waited for.
+
+    Raises:
+        UserError: a package, a port, memory or the Ray cluster is missing; one line each.
+        ConfigError: the configuration cannot be used.
+    """
+    started = time.monotonic()
+    check_packages(config)
+    if address is None:
+        check_port(config.router.http.host, config.router.http.port)
+        check_memory(config)
+    os.environ.update({k: v for k, v in ray_environment(config).items() if k not in os.environ})
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    import ray
+    from ray import serve
+
+    from cluster.app import build
+
+    def tell(what: str) -> None:
+        if progress is not None:
+            progress(what, time.monotonic() - started)
+
+    tell("Ray")
+    try:
+        ray.init(
+            address=address or "local",
+            namespace=NAMESPACE,
+            include_dashboard=False,
+            log_to_driver=False,
+            configure_logging=False,
+            num_cpus=None if address else max(num_cpus or 0, os.cpu_count() or 1, 4),
+            runtime_env={"env_vars": ray_environment(config)},
+            logging_level=logging.ERROR,
+        )
+    except (ConnectionError, RuntimeError, ValueError) as e:
+        what = f"no Ray cluster at {address}" if address else "Ray did not start"
+        raise UserError(f"--address: {what} ({_line(e)}); start one with `ray start --head` or leave the option out") from e
+    cluster = LocalCluster(
+        config, f"http://{config.router.http.host}:{config.router.http.port}", address is None, started
+    )
+    try:
+        location = "Disabled" if ingress(config) == "none" else "HeadOnly"
+        serve.start(
+            proxy_location=location, http_options={"host": config.router.http.host, "port": config.router.http.port}
+        )
+        _run_application(build({"config": config.model_dump(mode="json")}), config, tell)
+        _wait_for_pairs(cluster, tell)
+    except BaseException:
+        cluster.stop()
+        raise
+    cluster.ready_s["total"] = time.monotonic() - started
+    return cluster
+
+
+def _run_application(application: Any, config: ClusterConfig, tell: Callable[[str], None]) -> None:
+    from ray import serve
+
+    failure: list[BaseException] = []
+
+    def deploy() -> None:
+        try:
+            serve.run(application, name=config.name, route_prefix="/")
+        except BaseException as e:
+            failure.append(e)
+
+    thread = threading.Thread(target=deploy, daemon=True, name="deploy")
+    thread.start()
+    deadline = time.monotonic() + config.engine.start_timeout_s
+    while thread.is_alive():
+        thread.join(0.25)
+        tell(_deployments(config.name))
+        reason = _failing(config.name)
+        if reason is not None:
+            raise UserError(f"the cluster did not start: {reason}")
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"engine.start_timeout_s: not ready after {config.engine.start_timeout_s:g} s; raise it, or see the"
+                " replica logs in Ray's session folder"
+            )
+    if failure:
+        raise UserError(f"the cluster did not start: {_line(failure[0])}") from failure[0]
+
+
+def _deployments(name: str) -> str:
+    from ray import serve
+
+    with contextlib.suppress(Exception):
+        application = serve.status().applications.get(name)
+        if application is not None:
+            waiting = []
+            for deployment, status in application.deployments.items():
+                running = sum(n for state, n in status.replica_states.items() if str(state).endswith("RUNNING"))
+                total = sum(status.replica_states.values())
+                if running < total or total == 0:
+                    waiting.append(f"{deployment} {running}/{max(total, 1)}")
+            return "engines: " + ", ".join(waiting) if waiting else "the application"
+    return "the application"
+
+
+def _failing(name: str) -> str | None:
+    """The first replica failure, in one line; None while all is well."""
+    from ray import serve
+
+    with contextlib.suppress(Exception):
+        application = serve.status().applications.get(name)
+        if application is None:
+            return None
+        for deployment, status in application.deployments.items():
+            if str(status.status).endswith(("DEPLOY_FAILED", "UNHEALTHY")) and status.message:
+                return f"{deployment}: {_cause(status.message)}"
+    return None
+
+
+def _cause(message: str) -> str:
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    for line in reversed(lines):
+        if "Error" in line or ": " in line:
+            return line[:400]
+    return lines[-1][:400] if lines else "unknown"
+
+
+def _wait_for_pairs(cluster: LocalCluster, tell: Callable[[str], None]) -> None:
+    """Until every pool has its replicas at the router and every pair has met."""
+    config = cluster.config
+    deadline = time.monotonic() + config.engine.start_timeout_s
+    while True:
+        problem = "the router"
+        with contextlib.suppress(Exception):
+            status = cluster.router_status()
+            problem = ""
+            for role in (Role.DECODE, Role.PREFILL):
+                pool = status["pools"].get(role.value)
+                if pool is not None and len(pool["replicas"]) < config.pool(role).replicas.start:
+                    problem = f"{role} replicas at the router"
+            warming = [pair for pair in status["pairs"] if pair["state"] == "warming"]
+            if not problem and warming:
+                problem = f"first transfer of {len(warming)} pair(s)"
+        if not problem:
+            return
+        if time.monotonic() > deadline:
+            raise UserError(f"not ready after {config.engine.start_timeout_s:g} s: still waiting for {problem}")
+        tell(problem)
+        time.sleep(0.25)
+
+
+def fetch_status(url: str) -> dict[str, Any]:
+    """`GET /pdserve/status` of a router.
+
+    Raises:
+        UserError: nothing answers there, or something else does.
+    """
+    import httpx
+
+    try:
+        response = httpx.get(f"{url}/pdserve/status", timeout=10)
+        response.raise_for_status()
+        value: dict[str, Any] = response.json()
+    except (httpx.HTTPError, ValueError) as e:
+        raise UserError(f"--url: no pdserve answers at {url} ({type(e).__name__}); start one with `pdserve serve CONFIG`") from e
+    return value
+
+
+def check_packages(config: ClusterConfig) -> None:
+    """Raises UserError for a package of the lock file that is not installed."""
+    from importlib.util import find_spec
+
+    needed = ["ray", "vllm", "transformers"] + ([] if config.colocated or config.engine.kind != "vllm" else ["nixl"])
+    for package in needed:
+        if find_spec(package) is None:
+            raise UserError(f"package {package} is not installed; run `make setup` or install requirements/cpu.lock")
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises UserError where the HTTP port is taken."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as e:
+            raise UserError(
+                f"router.http.port: {port} on {host} cannot be used ({e.strerror}); stop what listens there or choose another"
+            ) from e
+
+
+def check_memory(config: ClusterConfig) -> None:
+    """Raises UserError where CPU engines ask for more memory than this machine has free."""
+    if config.engine.kind != "vllm":
+        return
+    from cluster.engine.vllm.environment import runs_on_cpu
+
+    if not runs_on_cpu(config):
+        return
+    import psutil
+
+    engines = sum(
+        config.pool(role).replicas.start * config.pool(role).layout.tp * config.pool(role).layout.pp
+        for role in ([Role.DECODE] if config.colocated else [Role.PREFILL, Role.DECODE])
+    )
+    needed = engines * (config.engine.cpu.kvcache_gib + ENGINE_GIB)
+    free = psutil.virtual_memory().available / 2**30
+    if needed > free:
+        raise UserError(
+            f"engine.cpu.kvcache_gib: {config.engine.cpu.kvcache_gib:g}: {engines} engines need about {needed:.1f} GiB"
+            f" with it and {free:.1f} GiB are free; lower it or start fewer replicas"
+        )
+
+
+def _line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0][:300] if text else type(error).__name__

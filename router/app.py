@@ -1,0 +1,184 @@
+"""The router deployment: HTTP in, OpenAI's API by vLLM's own layer, the pools behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import time
+from collections import deque
+from dataclasses import asdict
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from cluster.config import ClusterConfig, parse
+from cluster.engine.vllm.arguments import served_name, shared_arguments
+from cluster.engine.vllm.environment import base_environment
+from cluster.goodput.metrics import CONTENT_TYPE, Metrics
+from cluster.messages import RequestRecord, Role, WorkerInfo
+from cluster.models.resolve import resolve
+from kv_transfer.settings import TICKET_REQUEST
+from router.dispatcher import Dispatcher
+from router.gateway.stack import guard
+from router.kv_event_reader import KvEventReader
+from router.kv_events import Quality
+from router.placement import Placer
+from router.prefix_index import PrefixIndex
+from router.status import router_status
+from router.times import WorkerTimes
+from router.transport import ServeTransport
+from router.warmup import Warmup
+
+log = logging.getLogger(__name__)
+
+RECORDS_KEPT = 2048
+DEPLOYMENTS = {Role.PREFILL: "prefill", Role.DECODE: "decode"}
+ROUTER = "router"
+
+
+@serve.ingress()
+class Router:
+    """One router replica. Knows every worker, holds no KV and no weights."""
+
+    async def __init__(
+        self, config: dict[str, Any], decode: DeploymentHandle, prefill: DeploymentHandle | None = None
+    ) -> None:
+        self._config: ClusterConfig = parse(config)
+        self._started_s = time.monotonic()
+        self._draining = False
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        model = resolve(self._config.model)
+        os.environ.update(base_environment(self._config, model.is_folder))
+        # Imported late: the environment above must be set before vLLM is.
+        from cluster.engine.vllm.serving import build_openai_app, describe_model
+        from router.engine_client import ClusterEngineClient
+
+        context = serve.get_replica_context()
+        self._router_id = context.replica_id.unique_id
+        slo = self._config.slo.to_slo()
+        self._records: deque[RequestRecord] = deque(maxlen=RECORDS_KEPT)
+        self.metrics = Metrics(slo)
+        self.index = PrefixIndex(self._config.router.placement.index_max_blocks)
+        self.times = WorkerTimes()
+        self.placer = Placer(
+            self._config.router.placement, self.times.of, self.index, colocated=self._config.colocated
+        )
+        vllm_config = describe_model(shared_arguments(self._config, model.path))
+        self.client = ClusterEngineClient(vllm_config, self._router_id, slo, lambda: self.placer.key_block_tokens)
+        handles = {Role.DECODE: decode} if prefill is None else {Role.PREFILL: prefill, Role.DECODE: decode}
+        self.transport = ServeTransport(context.app_name, handles, DEPLOYMENTS)
+        self.dispatcher = self.client.dispatcher = Dispatcher(
+            self.transport,
+            self.placer,
+            self._config.router.limits,
+            deliver=self.client.deliver_jobs,
+            ticket_request=TICKET_REQUEST,
+            on_record=self._on_record,
+            clock=time.monotonic,
+            rng=random.Random(),
+        )
+        self._events: KvEventReader | None = None
+        self.warmup = Warmup(self.dispatcher, vllm_config.model_config.get_vocab_size())
+        self.dispatcher.worker_listeners += [self._follow_events, self.warmup.on_worker]
+        host = ray.util.get_node_ip_address()
+        await self.transport.start(self.dispatcher, self._router_id, host)
+        self._openai = await build_openai_app(self.client, self._server_arguments(model.path))
+
+    def __serve_build_asgi_app__(self) -> Any:
+        from starlette.responses import JSONResponse, Response
+        from starlette.routing import Route
+
+        async def metrics(_: Any) -> Response:
+            self._refresh_gauges()
+            return Response(self.metrics.render(), media_type=CONTENT_TYPE)
+
+        async def health(_: Any) -> Response:
+            ready = [w for w in self.dispatcher.workers.values() if w.role is Role.DECODE]
+            return JSONResponse({"status": "ok" if ready else "no decode worker"}, 200 if ready else 503)
+
+        async def status(_: Any) -> Response:
+            return JSONResponse(self.status())
+
+        app = self._openai
+        app.router.routes[:0] = [
+            Route("/metrics", metrics),
+            Route("/health", health),
+            Route("/pdserve/status", status),
+        ]
+        return guard(
+            app,
+            self._config.router,
+            vocab_size=self.client.model_config.get_vocab_size(),
+            environ=os.environ,
+            extra_paths=("/pdserve/status",),
+        )
+
+    def status(self) -> dict[str, Any]:
+        """What `pdserve status` shows."""
+        return router_status(
+            self._router_id, self._config, self.dispatcher, self.placer, self.warmup, self.metrics, self._started_s
+        )
+
+    async def drain(self) -> int:
+        """Take no more requests and return when the running ones have ended: how many were waited for."""
+        self._draining = True
+        waited_for = self.dispatcher.running
+        while self.dispatcher.running:
+            await asyncio.sleep(0.05)
+        return waited_for
+
+    def records(self, after: int = 0) -> list[dict[str, Any]]:
+        """The latest finished requests, oldest first, without their ITL samples."""
+        return [{**asdict(r), "itl_s": None} for r in list(self._records)[after:]]
+
+    async def check_health(self) -> None:
+        """A router that answers is healthy."""
+
+    async def __del__(self) -> None:
+        if hasattr(self, "dispatcher"):
+            self.dispatcher.end_all("the router is shutting down")
+            if self._events is not None:
+                await self._events.close()
+            await self.transport.close()
+
+    def _on_record(self, record: RequestRecord) -> None:
+        self.times.observe(record)
+        if record.tenant != Warmup.TENANT:
+            self._records.append(record)
+            self.metrics.start(prompt_tokens=record.prompt_tokens, tenant=record.tenant, priority=record.priority)
+            self.metrics.observe(record)
+
+    def _follow_events(self, info: WorkerInfo, up: bool) -> None:
+        if not up:
+            if self._events is not None:
+                self._events.remove(info.worker_id)
+            return
+        if self._events is None:
+            self._events = KvEventReader(self.index, self.placer.key_block_tokens, self._on_quality)
+        self._events.add(info)
+
+    def _on_quality(self, worker_id: str, quality: Quality) -> None:
+        mark = getattr(self.placer, "set_index_exact", None)
+        if mark is not None:
+            mark(worker_id, quality is Quality.EXACT)
+
+    def _refresh_gauges(self) -> None:
+        dispatcher = self.dispatcher
+        leases = sum(load.open_leases for load in dispatcher.loads.values())
+        replicas: dict[tuple[str, str], float] = {}
+        for worker in dispatcher.workers.values():
+            key = (worker.role.value, "ready")
+            replicas[key] = replicas.get(key, 0) + 1
+        self.metrics.set_gauges({"pdserve_leases_open": float(leases), "pdserve_pool_replicas": replicas})
+
+    def _server_arguments(self, model_path: str) -> list[str]:
+        arguments = ["--model", model_path, "--served-model-name", served_name(self._config), "--no-enable-log-requests"]
+        if self._config.model.max_model_len is not None:
+            arguments += ["--max-model-len", str(self._config.model.max_model_len)]
+        if self._config.router.http.allow_chat_template:
+            arguments.append("--trust-request-chat-template")
+        return arguments + self._config.router.openai_arguments

@@ -1,0 +1,442 @@
+"""Runs requests: feeds each one's lifecycle with what happens and carries out the actions it answers with.
+
+One event loop, no locks: every callback runs to its end. Nothing here decides; placement, lifecycle and breaker do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from cluster.config import LimitsConfig
+from cluster.engine.base import EngineDelta, EngineRequest
+from cluster.errors import (
+    BadRequest,
+    DeadlineExceeded,
+    EngineFailed,
+    LeaseExpired,
+    NoWorker,
+    PdserveError,
+    RequestError,
+    TransferFailed,
+    WorkerLost,
+)
+from cluster.messages import (
+    Outcome,
+    Placement,
+    Rejection,
+    Request,
+    RequestRecord,
+    Role,
+    Ticket,
+    WorkerInfo,
+    WorkerSnapshot,
+    WorkerState,
+)
+from cluster.wire import LegEnd, Output
+from router import lifecycle_messages as msg
+from router.lifecycle import Lifecycle
+from router.run import Run
+from router.transport import Transport
+
+log = logging.getLogger(__name__)
+
+_ERRORS: dict[str, type[RequestError]] = {
+    kind.__name__: kind
+    for kind in (BadRequest, TransferFailed, LeaseExpired, EngineFailed, WorkerLost, NoWorker, DeadlineExceeded)
+}
+_NATURAL_ENDS = frozenset({"stop", "length", "repetition"})
+
+
+class Placing(Protocol):
+    """What the dispatcher asks of placement; `router.placement.Placer` is one."""
+
+    def add_worker(self, info: WorkerInfo, now: float) -> None: ...
+
+    def remove_worker(self, worker_id: str, now: float) -> None: ...
+
+    def on_snapshot(self, snapshot: WorkerSnapshot, now: float) -> None: ...
+
+    def place(
+        self, request: Request, now: float, rng: random.Random, *, exclude: frozenset[str], local_only: bool
+    ) -> Placement | Rejection: ...
+
+    def on_prefilled(self, request_id: str, now: float, cached_tokens: int) -> None: ...
+
+    def on_first_token(self, request_id: str, now: float) -> None: ...
+
+    def on_end(self, request_id: str, now: float) -> None: ...
+
+    def observe(self, record: RequestRecord) -> None: ...
+
+
+class Job(Protocol):
+    """One client request, as the layer above describes it."""
+
+    request: Request
+    streaming: bool
+    cache_salt: str | None
+    priority: int
+    lora: Any
+    trace_headers: Any
+    local_only: bool
+    forced: Placement | None
+
+    def leg(self, choice: int, tokens_sent: int) -> tuple[list[int], Any]: ...
+
+    def restart(self, choice: int) -> None: ...
+
+    def end(self, outcome: Outcome, error: PdserveError | None, finish_reason: str | None, record: RequestRecord) -> None: ...
+
+
+Deliver = Callable[[list[tuple[Any, int, EngineDelta, int | None]]], list[tuple[Any, int]]]
+"""(job, choice, delta, cached tokens with the first delta) -> choices that have ended by a stop string."""
+
+
+class Dispatcher:
+    """All requests of one router replica.
+
+    Args:
+        deliver: hands output to the clients, a whole engine step at once.
+        ticket_request: the connector's request for a ticket, sent with each prefill leg.
+        on_record: receives the record of every finished request.
+        clock: seconds; one clock for everything here.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        placer: Placing,
+        limits: LimitsConfig,
+        *,
+        deliver: Deliver,
+        ticket_request: dict[str, Any],
+        on_record: Callable[[RequestRecord], None],
+        clock: Callable[[], float],
+        rng: random.Random,
+    ) -> None:
+        self._transport = transport
+        self.placer = placer
+        self._limits = limits
+        self._deliver = deliver
+        self._ticket_request = ticket_request
+        self._on_record = on_record
+        self._clock = clock
+        self._rng = rng
+        self._runs: dict[str, Run] = {}
+        self._legs: dict[str, tuple[Run, int, int | None]] = {}
+        self.workers: dict[str, WorkerInfo] = {}
+        self.loads: dict[str, WorkerSnapshot] = {}
+        self.last_failure: dict[str, str] = {}
+        self.retries = self.migrations = 0
+        self.worker_listeners: list[Callable[[WorkerInfo, bool], None]] = []
+
+    @property
+    def running(self) -> int:
+        return len(self._runs)
+
+    @property
+    def open_legs(self) -> int:
+        return len(self._legs)
+
+    # From the layer above
+
+    def submit(self, job: Job) -> None:
+        run = Run(job, Lifecycle(job.request, self._limits, streaming=job.streaming), job.request.arrival_s)
+        self._runs[job.request.request_id] = run
+        self._feed(run, msg.Arrived())
+
+    def client_left(self, request_id: str) -> None:
+        run = self._runs.get(request_id)
+        if run is not None:
+            self._feed(run, msg.ClientLeft())
+
+    def end_all(self, why: str) -> None:
+        """The router goes: every request that is left fails with `why`."""
+        for run in list(self._runs.values()):
+            run.final_error = RequestError(why)
+            self._feed(run, msg.ClientLeft())
+
+    # From the transport
+
+    def on_worker_up(self, info: WorkerInfo) -> None:
+        old = self.workers.get(info.worker_id)
+        if old is not None and old.incarnation != info.incarnation:
+            self.on_worker_down(info.worker_id)
+        self.workers[info.worker_id] = info
+        self.placer.add_worker(info, self._clock())
+        for listener in self.worker_listeners:
+            listener(info, True)
+
+    def on_worker_down(self, worker_id: str) -> None:
+        info = self.workers.pop(worker_id, None)
+        if info is None:
+            return
+        self.loads.pop(worker_id, None)
+        self.placer.remove_worker(worker_id, self._clock())
+        for listener in self.worker_listeners:
+            listener(info, False)
+        # Legs on it end by themselves (a drained replica finishes its work, a dead one fails its calls).
+
+    def on_load(self, snapshot: WorkerSnapshot) -> None:
+        info = self.workers.get(snapshot.worker_id)
+        if info is None or info.incarnation != snapshot.incarnation:
+            return
+        self.loads[snapshot.worker_id] = snapshot
+        self.placer.on_snapshot(snapshot, self._clock())
+        if snapshot.state is WorkerState.DEAD:
+            self.on_worker_down(snapshot.worker_id)
+
+    def on_outputs(self, worker_id: str, outputs: list[Output]) -> None:
+        now = self._clock()
+        batch: list[tuple[Any, int, EngineDelta, int | None]] = []
+        facts: list[tuple[Run, int, int, Output]] = []
+        for output in outputs:
+            leg = self._legs.get(output.request_id)
+            if leg is None:
+                continue
+            run, attempt, choice = leg
+            if output.error is not None:
+                self._leg_failed(output.request_id, leg, _error(output.error, worker_id))
+            elif choice is None:
+                self._on_prefill_output(run, attempt, output, now)
+            elif output.offset_tokens != run.leg_tokens(choice):
+                self._leg_failed(output.request_id, leg, WorkerLost("output was lost on the way", worker_id=worker_id))
+            elif output.finish_reason in ("abort", "error"):
+                self._leg_failed(output.request_id, leg, EngineFailed("the engine ended the request", worker_id=worker_id))
+            else:
+                delta = output.delta()
+                cached = run.on_output(choice, delta, now)
+                batch.append((run.job, choice, delta, cached))
+                facts.append((run, attempt, choice, output))
+        if not batch:
+            return
+        stopped = {(id(job), choice) for job, choice in self._deliver(batch)}
+        for run, attempt, choice, output in facts:
+            by_string = (id(run.job), choice) in stopped
+            if by_string:
+                self._cancel_leg(run, attempt, choice)
+                run.finish_reason = "stop"
+            finished = by_string or output.finish_reason in _NATURAL_ENDS
+            if output.finish_reason is not None:
+                run.finish_reason = output.finish_reason
+            actions = run.lifecycle.on(msg.DecodeOutput(attempt, choice, len(output.token_ids), finished), now)
+            if not run.first_seen and output.token_ids:
+                run.first_seen = True
+                self.placer.on_first_token(run.request.request_id, now)
+            if run.waiting_choices and not run.lifecycle.ended:
+                waiting, run.waiting_choices = run.waiting_choices, []
+                for start in waiting:
+                    self._start_choice(run, start)
+            if actions:
+                self._carry_out(run, actions)
+
+    def on_leg_end(self, leg_id: str, end: LegEnd | RequestError) -> None:
+        leg = self._legs.get(leg_id)
+        if leg is None:
+            return
+        run, attempt, choice = leg
+        if isinstance(end, RequestError):
+            self._leg_failed(leg_id, leg, end)
+        elif choice is None:
+            del self._legs[leg_id]
+            if end.outcome in ("pulled", "released", "cancelled"):
+                outcome = msg.LeaseOutcome.PULLED if end.outcome == "pulled" else msg.LeaseOutcome.EXPIRED
+                self._feed(run, msg.LeaseEnded(attempt, outcome))
+            else:
+                self._feed(run, msg.PrefillFailed(attempt, WorkerLost("the prefill leg ended without a ticket")))
+        elif end.outcome == "done" and run.leg_tokens(choice) >= end.tokens:
+            del self._legs[leg_id]
+        else:
+            # The call may overtake the last output by a moment; the link keeps its own order.
+            asyncio.get_running_loop().call_later(1.0, self._leg_incomplete, leg_id)
+
+    def _leg_incomplete(self, leg_id: str) -> None:
+        leg = self._legs.get(leg_id)
+        if leg is not None:
+            self._leg_failed(leg_id, leg, WorkerLost("the leg ended before its output was complete"))
+
+    # Inside
+
+    def _feed(self, run: Run, event: msg.Event) -> None:
+        self._carry_out(run, run.lifecycle.on(event, self._clock()))
+
+    def _carry_out(self, run: Run, actions: list[msg.Action]) -> None:
+        for action in actions:
+            match action:
+                case msg.Place():
+                    self._place(run, action)
+                case msg.Unplace():
+                    self.placer.on_end(run.request.request_id, self._clock())
+                case msg.StartPrefill():
+                    self._start_prefill(run, action)
+                case msg.EndPrefill():
+                    self._end_prefill(run, action)
+                case msg.StartDecode():
+                    self._start_decode(run, action)
+                case msg.CancelDecode():
+                    self._cancel_leg(run, action.attempt, action.choice)
+                case msg.SetTimer():
+                    run.set_timer(
+                        asyncio.get_running_loop().call_later(action.after_s, self._on_timer, run)
+                    )
+                case msg.Suspect():
+                    self._suspect(action)
+                case msg.Finish():
+                    self._finish(run, action)
+
+    def _on_timer(self, run: Run) -> None:
+        self._feed(run, msg.TimerFired())
+
+    def _place(self, run: Run, action: msg.Place) -> None:
+        now = self._clock()
+        job = run.job
+        if action.attempt > 1:
+            if action.tokens_sent:
+                self.migrations += 1
+            else:
+                self.retries += 1
+        if job.forced is not None:
+            placed: Placement | Rejection = job.forced
+        else:
+            local = action.local_only or job.local_only
+            placed = self.placer.place(run.request, now, self._rng, exclude=action.exclude, local_only=local)
+            if isinstance(placed, Rejection) and action.exclude:
+                # Every healthy worker has failed this request once: better one of those than none.
+                placed = self.placer.place(run.request, now, self._rng, exclude=frozenset(), local_only=local)
+        if isinstance(placed, Rejection):
+            self._feed(run, msg.Refused(action.attempt, placed))
+        else:
+            run.on_placed(placed, now)
+            self._feed(run, msg.Placed(action.attempt, placed))
+
+    def _start_prefill(self, run: Run, action: msg.StartPrefill) -> None:
+        prompt, _ = run.job.leg(0, action.tokens_sent)
+        request = self._engine_request(run, f"{run.request.request_id}-{action.attempt}p", prompt, None)
+        self._open(run, action.attempt, None, action.worker, request)
+
+    def _start_decode(self, run: Run, action: msg.StartDecode) -> None:
+        if action.tokens_sent == 0 and run.tokens(action.choice):
+            run.job.restart(action.choice)
+            run.restart(action.choice)
+        if action.choice > 0:
+            # One prefill for n choices: the first pulls or computes the prompt, the others find it in that engine's
+            # prefix cache. A ticket is good for one pull; its KV may be gone after the first.
+            run.waiting_choices.append(action)
+            return
+        self._start_choice(run, action)
+
+    def _start_choice(self, run: Run, action: msg.StartDecode) -> None:
+        prompt, sampling = run.job.leg(action.choice, action.tokens_sent)
+        leg_id = f"{run.request.request_id}-{action.attempt}d{action.choice}"
+        ticket = action.ticket.kv_transfer_params if action.ticket is not None and action.choice == 0 else None
+        run.start_leg(action.choice)
+        self._open(run, action.attempt, action.choice, action.worker, self._engine_request(run, leg_id, prompt, sampling, ticket))
+
+    def _engine_request(
+        self, run: Run, leg_id: str, prompt: list[int], sampling: Any, ticket: Any = None
+    ) -> EngineRequest:
+        job = run.job
+        return EngineRequest(
+            request_id=leg_id,
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            kv_transfer_params=self._ticket_request if sampling is None else ticket,
+            cache_salt=job.cache_salt,
+            priority=job.priority,
+            lora=job.lora,
+            trace_headers=job.trace_headers,
+        )
+
+    def _open(self, run: Run, attempt: int, choice: int | None, worker_id: str, request: EngineRequest) -> None:
+        worker = self.workers.get(worker_id)
+        self._legs[request.request_id] = (run, attempt, choice)
+        run.legs[request.request_id] = worker_id
+        if worker is None:
+            lost = WorkerLost("the worker is gone", worker_id=worker_id)
+            asyncio.get_running_loop().call_soon(self.on_leg_end, request.request_id, lost)
+            return
+        self._transport.open(worker, "prefill" if choice is None else "serve", request)
+
+    def _on_prefill_output(self, run: Run, attempt: int, output: Output, now: float) -> None:
+        worker_id = run.legs.get(output.request_id, "")
+        if output.kv_transfer_params is None:
+            if output.finish_reason is not None:
+                error = TransferFailed("the prefill engine gave no ticket", worker_id=worker_id)
+                self._leg_failed(output.request_id, (run, attempt, None), error)
+            return
+        info = self.workers.get(worker_id)
+        block = info.block_size_tokens if info else 1
+        prompt_tokens = run.request.prompt_tokens
+        ticket = Ticket(
+            lease_id=output.request_id,
+            worker_id=worker_id,
+            incarnation=info.incarnation if info else "",
+            kv_transfer_params=output.kv_transfer_params,
+            prompt_tokens=prompt_tokens,
+            cached_tokens=output.cached_tokens or 0,
+            blocks=-(-prompt_tokens // block),
+            bytes=prompt_tokens * (info.kv_bytes_per_token if info else 0),
+            queue_s=output.queue_s or 0.0,
+            compute_s=output.compute_s or 0.0,
+        )
+        run.on_ticket(ticket, now)
+        self.placer.on_prefilled(run.request.request_id, now, ticket.cached_tokens)
+        self._feed(run, msg.TicketReady(attempt, ticket))
+
+    def _end_prefill(self, run: Run, action: msg.EndPrefill) -> None:
+        leg_id = f"{run.request.request_id}-{action.attempt}p"
+        if self._legs.pop(leg_id, None) is not None:
+            self._transport.settle(run.legs[leg_id], leg_id, pulled=action.pulled)
+
+    def _cancel_leg(self, run: Run, attempt: int, choice: int) -> None:
+        leg_id = f"{run.request.request_id}-{attempt}d{choice}"
+        run.waiting_choices = [w for w in run.waiting_choices if (w.attempt, w.choice) != (attempt, choice)]
+        if self._legs.pop(leg_id, None) is not None:
+            self._transport.cancel(run.legs[leg_id], leg_id)
+
+    def _leg_failed(self, leg_id: str, leg: tuple[Run, int, int | None], error: RequestError) -> None:
+        self._legs.pop(leg_id, None)
+        run, attempt, choice = leg
+        if isinstance(error, EngineFailed):
+            error.retryable = True
+        if choice is None:
+            self._feed(run, msg.PrefillFailed(attempt, error))
+        else:
+            self._feed(run, msg.DecodeFailed(attempt, choice, error))
+
+    def _suspect(self, action: msg.Suspect) -> None:
+        self.last_failure[action.worker_id] = action.reason
+        log.warning("worker %s failed a request: %s", action.worker_id, action.reason)
+        if action.reason == "WorkerLost":
+            # Not chosen again before Serve has said what became of it; a healthy replica comes back with its next load.
+            self.placer.remove_worker(action.worker_id, self._clock())
+            info = self.workers.get(action.worker_id)
+            if info is not None:
+                asyncio.get_running_loop().call_later(5.0, self._readmit, info)
+
+    def _readmit(self, info: WorkerInfo) -> None:
+        if self.workers.get(info.worker_id) is info:
+            self.placer.add_worker(info, self._clock())
+
+    def _finish(self, run: Run, action: msg.Finish) -> None:
+        request_id = run.request.request_id
+        self._runs.pop(request_id, None)
+        run.clear_timer()
+        for leg_id in run.legs:
+            if self._legs.pop(leg_id, None) is not None and action.outcome is not Outcome.DONE:
+                log.error("leg %s was still open when its request ended", leg_id)
+        self.placer.on_end(request_id, self._clock())
+        error = run.final_error or action.error
+        record = run.record(action.outcome, error, self._clock())
+        self.placer.observe(record)
+        run.job.end(action.outcome, error, action.finish_reason, record)
+        self._on_record(record)
+
+
+def _error(error: tuple[str, str], worker_id: str) -> RequestError:
+    name, text = error
+    return _ERRORS.get(name, EngineFailed)(text, worker_id=worker_id)

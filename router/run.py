@@ -1,0 +1,176 @@
+"""One request while it runs: its lifecycle, its legs, and the times from which its record is made."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from cluster.engine.base import EngineDelta
+from cluster.errors import PdserveError
+from cluster.goodput.timing import TokenTimes
+from cluster.messages import Outcome, Path, Placement, Request, RequestRecord, Stage, Ticket
+from router.lifecycle import Lifecycle
+from router.lifecycle_messages import StartDecode
+
+
+class Run:
+    __slots__ = (
+        "_first_output",
+        "_leg_start",
+        "_placed_s",
+        "_ticket",
+        "_ticket_s",
+        "_timer",
+        "_times",
+        "final_error",
+        "finish_reason",
+        "first_seen",
+        "job",
+        "legs",
+        "lifecycle",
+        "placement",
+        "request",
+        "waiting_choices",
+    )
+
+    def __init__(self, job: Any, lifecycle: Lifecycle, arrival_s: float) -> None:
+        self.job = job
+        self.request: Request = job.request
+        self.lifecycle = lifecycle
+        self.legs: dict[str, str] = {}
+        self.placement: Placement | None = None
+        self.first_seen = False
+        self.waiting_choices: list[StartDecode] = []
+        self.finish_reason: str | None = None
+        self.final_error: PdserveError | None = None
+        self._times = [TokenTimes(arrival_s) for _ in range(self.request.n)]
+        self._leg_start = [0] * self.request.n
+        self._placed_s: float | None = None
+        self._ticket: Ticket | None = None
+        self._ticket_s: float | None = None
+        self._first_output: tuple[EngineDelta, float] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def set_timer(self, timer: asyncio.TimerHandle) -> None:
+        self.clear_timer()
+        self._timer = timer
+
+    def clear_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def tokens(self, choice: int) -> int:
+        """Output tokens of a choice over all its legs."""
+        return self._times[choice].tokens
+
+    def leg_tokens(self, choice: int) -> int:
+        """Output tokens of a choice on its current leg."""
+        return self._times[choice].tokens - self._leg_start[choice]
+
+    def start_leg(self, choice: int) -> None:
+        self._leg_start[choice] = self._times[choice].tokens
+
+    def restart(self, choice: int) -> None:
+        self._times[choice] = TokenTimes(self.request.arrival_s)
+        if self.request.n == 1:
+            self._first_output = None
+
+    def on_placed(self, placement: Placement, now: float) -> None:
+        self.placement = placement
+        if self._first_output is None:
+            self._placed_s = now
+            self._ticket = self._ticket_s = None
+
+    def on_ticket(self, ticket: Ticket, now: float) -> None:
+        if self._first_output is None:
+            self._ticket, self._ticket_s = ticket, now
+
+    def on_output(self, choice: int, delta: EngineDelta, now: float) -> int | None:
+        """Account for a delta; returns the request's cached prompt tokens with the first one of a choice."""
+        times = self._times[choice]
+        first = times.tokens == 0
+        times.on_tokens(now, len(delta.token_ids))
+        if not (first and delta.cached_tokens is not None):
+            return None
+        if self._first_output is None:
+            self._first_output = (delta, now)
+        return self.cached_tokens
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that the engine which prefilled did not compute: arrived is not reused."""
+        if self._ticket is not None:
+            return self._ticket.cached_tokens
+        return (self._first_output[0].cached_tokens or 0) if self._first_output is not None else 0
+
+    def record(self, outcome: Outcome, error: PdserveError | None, now: float) -> RequestRecord:
+        request, placement = self.request, self.placement
+        delta = self._first_output[0] if self._first_output is not None else None
+        firsts = [t.ttft_s for t in self._times if t.ttft_s is not None]
+        tpots = [t.tpot_s for t in self._times if t.tpot_s is not None]
+        decode_computed = 0
+        if delta is not None and self._ticket is not None:
+            decode_computed = max(0, request.prompt_tokens - (delta.cached_tokens or 0))
+        return RequestRecord(
+            request_id=request.request_id,
+            outcome=outcome,
+            slo=request.slo,
+            arrival_s=request.arrival_s,
+            end_s=now,
+            tenant=request.tenant,
+            priority=request.priority,
+            path=placement.path if placement else None,
+            prefill_worker=placement.prefill if placement else None,
+            decode_worker=placement.decode if placement else None,
+            prompt_tokens=request.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            predicted_cached_tokens=placement.predicted_cached_tokens if placement else 0,
+            predicted_ttft_s=placement.predicted_ttft_s if placement else None,
+            decode_computed_tokens=decode_computed,
+            output_tokens=sum(t.tokens for t in self._times),
+            transfer_bytes=(delta.transfer_bytes or 0) if delta is not None else 0,
+            transfer_blocks=self._ticket.blocks if delta is not None and self._ticket and delta.external_tokens else 0,
+            ttft_s=min(firsts, default=None),
+            tpot_s=max(tpots, default=None if not firsts else 0.0),
+            itl_s=[gap for t in self._times for gap in t.itl_s],
+            stage_s=self._stages(now),
+            attempts=max(1, self.lifecycle.attempt),
+            migrations=self.lifecycle.migrations,
+            finish_reason=self.finish_reason,
+            error=None if error is None else str(error),
+        )
+
+    def _stages(self, now: float) -> dict[Stage, float]:
+        """Seconds per stage up to the first token; they add up to TTFT (or to the time until the end without one).
+
+        What the engines measured themselves goes to the stage they measured; the rest of a leg (the call, the way
+        back) goes to the wait before it.
+        """
+        arrival = self.request.arrival_s
+        if self._placed_s is None:
+            return {Stage.ROUTER_QUEUE: max(0.0, now - arrival)}
+        stages = {Stage.ROUTER_QUEUE: max(0.0, self._placed_s - arrival)}
+        delta, first_s = self._first_output if self._first_output is not None else (None, now)
+        split = self.placement is not None and self.placement.path is Path.SPLIT and self.placement.prefill is not None
+        if split and self._ticket is None and delta is None:
+            stages[Stage.PREFILL_QUEUE] = max(0.0, first_s - self._placed_s)
+            return stages
+        if split and self._ticket is not None and self._ticket_s is not None:
+            leg = max(0.0, self._ticket_s - self._placed_s)
+            compute = min(self._ticket.compute_s, leg)
+            stages[Stage.PREFILL_QUEUE], stages[Stage.PREFILL_COMPUTE] = leg - compute, compute
+            rest = max(0.0, first_s - self._ticket_s)
+            if delta is None:
+                stages[Stage.DECODE_QUEUE] = rest
+                return stages
+            step = min(delta.compute_s or 0.0, rest)
+            pulled = delta.transfer_s if delta.transfer_s is not None else (delta.queue_s or 0.0)
+            transfer = min(pulled if delta.external_tokens else 0.0, rest - step)
+            stages[Stage.KV_TRANSFER], stages[Stage.DECODE_STEP] = transfer, step
+            stages[Stage.DECODE_QUEUE] = rest - step - transfer
+            return stages
+        leg = max(0.0, first_s - self._placed_s)
+        compute = min((delta.compute_s or 0.0) if delta is not None else 0.0, leg)
+        stages[Stage.PREFILL_COMPUTE], stages[Stage.PREFILL_QUEUE] = compute, leg - compute
+        return stages

@@ -1,0 +1,75 @@
+"""What a router tells `pdserve status`."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from cluster.config import ClusterConfig
+from cluster.engine.vllm.arguments import served_name
+from cluster.goodput.metrics import Metrics
+from cluster.messages import Role
+from router.dispatcher import Dispatcher
+from router.placement import Placer
+from router.warmup import Warmup
+
+
+def router_status(
+    router_id: str, config: ClusterConfig, dispatcher: Dispatcher, placer: Placer, warmup: Warmup, metrics: Metrics, started_s: float
+) -> dict[str, Any]:
+    roles = [Role.DECODE] if config.colocated else [Role.PREFILL, Role.DECODE]
+    return {
+        "name": config.name,
+        "model": served_name(config),
+        "engine": config.engine.kind,
+        "router": {
+            "id": router_id,
+            "running_requests": dispatcher.running,
+            "open_legs": dispatcher.open_legs,
+            "retries": dispatcher.retries,
+            "migrations": dispatcher.migrations,
+            "policy": config.router.placement.policy,
+        },
+        "pools": {role.value: _pool(role, config, dispatcher) for role in roles},
+        "pairs": [
+            {"prefill": prefill, "decode": decode, "state": state} for (prefill, decode), state in warmup.state.items()
+        ],
+        "prediction": {
+            "predicted_cached_tokens": placer.predicted_cached_tokens,
+            "actual_cached_tokens": placer.actual_cached_tokens,
+        },
+        "goodput": metrics.stats.summary(max(1e-9, time.monotonic() - started_s)),
+    }
+
+
+def _pool(role: Role, config: ClusterConfig, dispatcher: Dispatcher) -> dict[str, Any]:
+    pool = config.pool(role)
+    replicas = []
+    for info in dispatcher.workers.values():
+        if info.role is not role:
+            continue
+        load = dispatcher.loads.get(info.worker_id)
+        replicas.append(
+            {
+                "id": info.worker_id,
+                "incarnation": info.incarnation,
+                "state": load.state.value if load else "ready",
+                "running": load.running if load else 0,
+                "waiting": load.waiting if load else 0,
+                "queued_prefill_tokens": load.queued_prefill_tokens if load else 0,
+                "kv_used_blocks": load.kv_used_blocks if load else 0,
+                "kv_total_blocks": info.kv_total_blocks,
+                "block_size_tokens": info.block_size_tokens,
+                "open_leases": load.open_leases if load else 0,
+                "node": info.node,
+                "last_failure": dispatcher.last_failure.get(info.worker_id),
+            }
+        )
+    return {
+        "layout": pool.layout.model_dump(),
+        "accelerator": pool.accelerator,
+        "replicas_min": pool.replicas.min,
+        "replicas_max": pool.replicas.max,
+        "replicas": replicas,
+        "open_leases": sum(r["open_leases"] for r in replicas),
+    }
