@@ -79,6 +79,26 @@ def check(
         raise typer.Exit(2)
 
 
+@app.command()
+def dashboard(
+    out: Annotated[Path | None, typer.Option(help="file to write")] = None,
+) -> None:
+    """Write the Grafana dashboard (JSON).
+
+    Example: [bold]pdserve k8s dashboard --out k8s/overlays/monitoring/dashboard.json[/bold]
+    """
+    import json
+
+    from cluster.kubernetes.dashboard import dashboard as make
+
+    text = json.dumps(make(), indent=1) + "\n"
+    if out is None:
+        print(text, end="")
+    else:
+        out.write_text(text, encoding="utf-8")
+        err.print(f"wrote {out}")
+
+
 def _text(source: Path) -> str:
     if str(source) == "-":
         return sys.stdin.read()

@@ -14,4 +14,12 @@ RULES = (names, podspec, rayservice, agreement, availability, network, monitorin
 
 def check(manifests: list[Manifest]) -> list[Finding]:
     """Every mistake found, in a stable order; empty when there is none."""
-    return [finding for rule in RULES for finding in rule.check(manifests)]
+    found: list[Finding] = []
+    for rule in RULES:
+        try:
+            found.extend(rule.check(manifests))
+        except (TypeError, KeyError, AttributeError, ValueError) as e:
+            # A list where a number belongs, or the like: the server's schema says it better than we could.
+            name = rule.__name__.rpartition(".")[2]
+            found.append(Finding(f"rules about {name}", f"met a shape that no API server accepts ({e!r})"))
+    return found

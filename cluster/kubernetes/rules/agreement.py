@@ -14,6 +14,7 @@ from cluster.errors import ConfigError
 from cluster.kubernetes.groups import MARGIN_S, Group, deletion_delay_s, groups
 from cluster.kubernetes.manifests import Finding, Manifest, Pod, of_kind, quantity, ray_pods, where
 from cluster.kubernetes.render import GPU_RESOURCE, NODE_DRAIN_ENV, PUSH_INTERVAL_ENV
+from cluster.kubernetes.rules.monitoring import TARGET_RECORD, expressions
 from cluster.kubernetes.serve_config import serve_config
 
 
@@ -46,6 +47,7 @@ def check(manifests: list[Manifest]) -> Iterator[Finding]:
                 yield from _shutdown(pod, group)
                 yield from _hardware(pod, group)
         yield from _keys_file(config, workers)
+        yield from _target(manifests, config)
 
 
 def budgets(manifests: list[Manifest]) -> dict[str, int]:
@@ -202,3 +204,12 @@ def _keys_file(config: ClusterConfig, workers: list[Pod]) -> Iterator[Finding]:
             mounts = [PurePosixPath(m["mountPath"]) for m in pod.ray.get("volumeMounts", [])]
             if not any(PurePosixPath(path).is_relative_to(mount) for mount in mounts):
                 yield Finding(pod.where, f"router.tenants.api_keys_file {path} is in no mounted volume")
+
+
+def _target(manifests: list[Manifest], config: ClusterConfig) -> Iterator[Finding]:
+    for rules in of_kind(manifests, "PrometheusRule"):
+        for name, expression in expressions(rules):
+            if name == TARGET_RECORD and expression != f"vector({config.slo.attainment:g})":
+                yield Finding(
+                    where(rules), f"{name} is {expression}, the config's slo.attainment is {config.slo.attainment:g}"
+                )

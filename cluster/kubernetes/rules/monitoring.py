@@ -11,6 +11,7 @@ from cluster.goodput.catalogue import CATALOGUE
 from cluster.kubernetes.manifests import Finding, Manifest, Pod, of_kind, pods, selects, where
 
 _METRIC = re.compile(r"\bpdserve_[a-z0-9_]+")
+TARGET_RECORD = "pdserve:attainment:target"
 _SEVERITIES = ("page", "ticket")
 
 
@@ -28,8 +29,8 @@ def check(manifests: list[Manifest]) -> Iterator[Finding]:
 
 
 def metrics_of(expression: str) -> set[str]:
-    """Series of pdserve that a PromQL expression names. Recorded series have a colon and are not among them."""
-    return {name for name in _METRIC.findall(expression) if f"{name}:" not in expression}
+    """Series of pdserve that a PromQL expression names; recorded ones (`pdserve:...`) are not among them."""
+    return set(_METRIC.findall(expression))
 
 
 def unknown_metrics(expression: str) -> list[str]:

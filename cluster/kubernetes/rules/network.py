@@ -110,7 +110,7 @@ def _allowed(policies: list[Manifest], pod: Pod, peer: Peer, port: int, directio
         return True
     side = "from" if direction == "Ingress" else "to"
     return any(
-        _peer_matches(rule.get(side), peer) and _port_matches(rule.get("ports"), port)
+        _peer_matches(rule.get(side), peer) and _port_matches(rule.get("ports"), port, pod)
         for policy in chosen
         for rule in policy["spec"].get(direction.lower()) or []
     )
@@ -132,10 +132,12 @@ def _peer_matches(peers: list[dict[str, Any]] | None, peer: Peer) -> bool:
     return False
 
 
-def _port_matches(ports: list[dict[str, Any]] | None, port: int) -> bool:
+def _port_matches(ports: list[dict[str, Any]] | None, port: int, pod: Pod) -> bool:
     if not ports:
         return True
-    return any(
-        "port" not in entry or entry["port"] == port or entry["port"] <= port <= entry.get("endPort", entry["port"])
-        for entry in ports
-    )
+    for entry in ports:
+        first = entry.get("port", port)
+        number = pod.ports().get(first, 0) if isinstance(first, str) else first
+        if number <= port <= entry.get("endPort", number):
+            return True
+    return False

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from cluster.kubernetes.manifests import Finding, Manifest, Pod, pods, quantity
+from cluster.kubernetes.manifests import Finding, Manifest, Pod, name_of, pods, quantity
 
 _PORT_NAME = re.compile(r"(?=.*[a-z])[a-z0-9]([a-z0-9-]{0,13}[a-z0-9])?")
 _PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
@@ -32,7 +32,8 @@ def check(manifests: list[Manifest]) -> Iterator[Finding]:
 
 
 def _volumes(pod: Pod) -> Iterator[Finding]:
-    volumes = [str(volume["name"]) for volume in pod.spec.get("volumes", [])]
+    claimed = [name_of(claim) for claim in (pod.owner.get("spec") or {}).get("volumeClaimTemplates", [])]
+    volumes = [*(str(volume["name"]) for volume in pod.spec.get("volumes", [])), *claimed]
     for name in {name for name in volumes if volumes.count(name) > 1}:
         yield Finding(pod.where, f"volume {name} is declared twice")
     mounted = set()
