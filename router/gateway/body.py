@@ -9,9 +9,11 @@ import asyncio
 import json
 import math
 import re
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from cluster.messages import Slo
 from router.gateway.asgi import App, HttpError, Message, Receive, Scope, Send, answer, header
 from router.gateway.checks import DROPPED, check_body
 from router.gateway.context import DEFAULT_TENANT, RequestContext, enter
@@ -33,6 +35,7 @@ class CheckBody:
     Args:
         limits: caps on the fields of a body.
         max_body_bytes: cap on its size, whatever it claims.
+        slo: the cluster's limits; a request may set its own with `x-slo-ttft-ms` and `x-slo-tpot-ms`.
         separate_tenants: whether each tenant has its own namespace in the prefix cache.
         body_timeout_s: how long a client may take to send its body.
     """
@@ -43,18 +46,23 @@ class CheckBody:
         limits: BodyLimits,
         max_body_bytes: int,
         *,
+        slo: Slo,
         separate_tenants: bool,
         body_timeout_s: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._app = app
         self._limits = limits
         self._max_body_bytes = max_body_bytes
+        self._slo = slo
+        self._clock = clock
         self._separate_tenants = separate_tenants
         self._body_timeout_s = body_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
+        arrival_s = self._clock()
         try:
             _check_headers(scope["headers"])
             salt = None
@@ -65,7 +73,7 @@ class CheckBody:
                 if raw is None:
                     return None
                 raw, salt = self._check(scope, raw)
-            enter(self._context(scope, salt))
+            enter(self._context(scope, salt, arrival_s))
         except HttpError as error:
             return await answer(send, error)
         if raw is None:
@@ -126,7 +134,14 @@ class CheckBody:
             return None
         return namespace_salt(_tenant(scope), client_salt)
 
-    def _context(self, scope: Scope, client_salt: str | None) -> RequestContext:
+    def _slo_of(self, scope: Scope) -> Slo | None:
+        ttft_s, tpot_s = _slo_s(scope, b"x-slo-ttft-ms"), _slo_s(scope, b"x-slo-tpot-ms")
+        if ttft_s is None and tpot_s is None:
+            return None
+        default = self._slo
+        return Slo(ttft_s or default.ttft_s, tpot_s or default.tpot_s, default.itl_p99_s)
+
+    def _context(self, scope: Scope, client_salt: str | None, arrival_s: float) -> RequestContext:
         request_id = header(scope, b"x-request-id") or None
         if request_id is not None and not (
             len(request_id) <= 128 and request_id.isascii() and request_id.isprintable()
@@ -135,8 +150,8 @@ class CheckBody:
         return RequestContext(
             tenant=_tenant(scope),
             cache_salt=self._salt(scope, client_salt),
-            slo_ttft_s=_slo_s(scope, b"x-slo-ttft-ms"),
-            slo_tpot_s=_slo_s(scope, b"x-slo-tpot-ms"),
+            slo=self._slo_of(scope),
+            arrival_s=arrival_s,
             client_request_id=request_id,
         )
 

@@ -167,22 +167,29 @@ def check_body(path: str, body: dict[str, Any], limits: BodyLimits) -> None:
 
 
 def _check_together(path: str, body: dict[str, Any], limits: BodyLimits) -> None:
-    if path == "/v1/completions":
-        if body.get("max_tokens") == 0 and body.get("echo") is not True:
-            raise HttpError(400, "max_tokens is 0, which needs echo: true", param="max_tokens")
-        given = body["prompt"]
-        prompts = len(given) if isinstance(given, list) and not isinstance(given[0], int) else 1
-        choices = prompts * (body.get("n") or 1)
-        if choices > max(limits.max_prompts, limits.max_n):
-            raise HttpError(
-                400, f"{prompts} prompts with n = {body['n']} are {choices} answers in one request", param="n"
-            )
-    options = body.get("stream_options")
-    if options is not None and body.get("stream") is not True:
-        raise HttpError(400, "stream_options needs stream: true", param="stream_options")
-    least, most = body.get("min_tokens"), body.get("max_completion_tokens") or body.get("max_tokens")
-    if least is not None and most is not None and least > most:
-        raise HttpError(400, f"min_tokens is {shown(least)}, above max_tokens {shown(most)}", param="min_tokens")
+    """What two fields say of each other; each was checked alone where its endpoint has it."""
     for name in DROPPED:
         if name in (body.get("vllm_xargs") or {}):
             raise HttpError(400, f"vllm_xargs.{name} is not accepted", param="vllm_xargs")
+    if path == "/v1/completions":
+        _check_completion(body, limits)
+        most = body.get("max_tokens")
+    elif path == "/v1/chat/completions":
+        most = body.get("max_completion_tokens") or body.get("max_tokens")
+    else:
+        return
+    least = body.get("min_tokens")
+    if least is not None and most is not None and least > most:
+        raise HttpError(400, f"min_tokens is {shown(least)}, above max_tokens {shown(most)}", param="min_tokens")
+    if body.get("stream_options") is not None and body.get("stream") is not True:
+        raise HttpError(400, "stream_options needs stream: true", param="stream_options")
+
+
+def _check_completion(body: dict[str, Any], limits: BodyLimits) -> None:
+    if body.get("max_tokens") == 0 and body.get("echo") is not True:
+        raise HttpError(400, "max_tokens is 0, which needs echo: true", param="max_tokens")
+    given, n = body["prompt"], body.get("n") or 1
+    prompts = len(given) if isinstance(given, list) and not isinstance(given[0], int) else 1
+    most = max(limits.max_prompts, limits.max_n)
+    if prompts * n > most:
+        raise HttpError(400, f"n is {n}: {prompts} prompts make {prompts * n} answers, more than {most}", param="n")

@@ -9,6 +9,8 @@ from __future__ import annotations
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+from cluster.messages import Slo
+
 DEFAULT_TENANT = "default"
 
 
@@ -20,14 +22,15 @@ class RequestContext:
         tenant: authenticated identity.
         cache_salt: namespace of the prefix cache, from the tenant and the client's salt; None = the shared one.
             It replaces any salt of the body.
-        slo_ttft_s, slo_tpot_s: limits of this request, from its headers; None = the cluster's.
+        slo: limits of this request where its headers set any; None = the cluster's.
+        arrival_s: when its first byte was read, on the router's monotonic clock; None outside of a request.
         client_request_id: only to be echoed and logged; never a key.
     """
 
     tenant: str = DEFAULT_TENANT
     cache_salt: str | None = None
-    slo_ttft_s: float | None = None
-    slo_tpot_s: float | None = None
+    slo: Slo | None = None
+    arrival_s: float | None = None
     client_request_id: str | None = None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from cluster.config import RouterConfig
+from cluster.messages import Slo
 from router.gateway.asgi import App
 from router.gateway.auth import Authenticate
 from router.gateway.body import CheckBody
@@ -19,6 +20,7 @@ def guard(
     config: RouterConfig,
     *,
     vocab_size: int,
+    slo: Slo,
     environ: Mapping[str, str],
     extra_paths: Iterable[str] = (),
 ) -> App:
@@ -26,6 +28,7 @@ def guard(
 
     Args:
         vocab_size: width of the model's output; every token id of a client is below it.
+        slo: the cluster's latency limits, for requests whose headers set only one of them.
         environ: where `router.tenants.api_keys_env` is looked up.
         extra_paths: paths of the application besides OpenAI's that clients may GET.
 
@@ -36,5 +39,7 @@ def guard(
     keys = KeyRing.from_config(config.tenants, environ)
     separate = keys is not None or config.tenants.header is not None
     inner = StreamStart(app, http.keep_alive_s)
-    checked = CheckBody(inner, BodyLimits.from_config(http, vocab_size), http.max_body_bytes, separate_tenants=separate)
+    checked = CheckBody(
+        inner, BodyLimits.from_config(http, vocab_size), http.max_body_bytes, slo=slo, separate_tenants=separate
+    )
     return PublicRoutes(Authenticate(checked, config.tenants, keys), extra_paths)
