@@ -69,7 +69,10 @@ def latest(name: str) -> dict[str, Any] | None:
     from ray.experimental.internal_kv import _internal_kv_get
 
     raw = _internal_kv_get(_key(name))
-    return None if raw is None else json.loads(raw)
+    if raw is None:
+        return None
+    decision: dict[str, Any] = json.loads(raw)
+    return decision
 
 
 def forget(name: str) -> None:
@@ -80,7 +83,7 @@ def forget(name: str) -> None:
 
 
 def gauges(decision: dict[str, Any] | None, now: float) -> dict[str, Any]:
-    """A published decision as values for `Metrics.set_gauges`. `now` is wall-clock time, as Serve's controller has it."""
+    """A published decision as values for `Metrics.set_gauges`. `now` is wall-clock time, as in Serve's controller."""
     if decision is None:
         return {}
     pools = decision["pools"]

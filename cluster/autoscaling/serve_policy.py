@@ -159,7 +159,7 @@ class GoodputPolicy:
     def _say(self, before: Decision | None, decision: Decision, seen: Observation, now: float) -> None:
         """Log every change with its reason; publish every decision."""
         for role, pool in decision.pools.items():
-            was = before.pools[role].target if before is not None else None
+            was = before.pools[role].target if before is not None else seen.pools[role].target
             if pool.target != was:
                 log.info("autoscaling: %s %s -> %d: %s (%s)", role.value, was, pool.target, pool.reason, pool.why)
         for warning in decision.warnings:
@@ -238,7 +238,6 @@ def deployment_autoscaling(config: ClusterConfig, role: Role | None) -> dict[str
         "upscale_delay_s": 0.0,
         "downscale_delay_s": 0.0,
         "downscale_to_zero_delay_s": 0.0,
-        "metrics_interval_s": max(0.1, config.autoscaling.interval_s / 2),
         "look_back_period_s": max(0.2, config.autoscaling.interval_s),
     }
     if role is None:
