@@ -83,12 +83,10 @@ class ClusterEngineClient(ServingClient):
         )
         return Request(
             request_id=generation.request_id,
-            arrival_s=time.monotonic(),
+            arrival_s=context.arrival_s or time.monotonic(),
             prompt_tokens=len(generation.prompt_token_ids),
             max_output_tokens=generation.max_output_tokens,
-            slo=Slo(
-                context.slo_ttft_s or self._slo.ttft_s, context.slo_tpot_s or self._slo.tpot_s, self._slo.itl_p99_s
-            ),
+            slo=context.slo or self._slo,
             block_keys=keys,
             tenant=context.tenant,
             priority=generation.priority,
