@@ -106,7 +106,19 @@ def load(path: Path) -> Scenario:
         raw.setdefault("name", path.stem)
         if isinstance(raw.get("workload"), str):
             raw["workload"] = yaml.safe_load((path.parent / raw["workload"]).read_text(encoding="utf-8"))
+        _resolve_traces(raw.get("workload"), path.parent)
     return parse(raw)
+
+
+def _resolve_traces(workload: Any, folder: Path) -> None:
+    """A trace's relative path starts at the scenario's folder, wherever the command is run."""
+    if not isinstance(workload, dict):
+        return
+    streams = workload.get("streams")
+    for holder in [workload, *(streams if isinstance(streams, list) else [])]:
+        trace = holder.get("trace") if isinstance(holder, dict) else None
+        if isinstance(trace, dict) and isinstance(trace.get("path"), str):
+            trace["path"] = str((folder / trace["path"]).resolve())
 
 
 def parse(raw: Any) -> Scenario:

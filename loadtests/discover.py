@@ -1,0 +1,45 @@
+"""What is at an address: the model it serves, how long its prompts may be, and the server's own records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import httpx
+
+from cluster.errors import UserError
+from loadtests.endpoint import split_url
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """An endpoint's answer about itself. `max_model_len` is None where it does not say."""
+
+    base_url: str
+    model: str
+    max_model_len: int | None
+
+
+def discover(url: str, model: str | None = None, api_key: str | None = None) -> Served:
+    """Ask `/v1/models`.
+
+    Raises:
+        UserError: nobody answers there, or it does not serve `model`.
+    """
+    scheme, host, port, prefix = split_url(url)
+    base = f"{scheme}://{host}:{port}{prefix}"
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        answer = httpx.get(f"{base}/v1/models", headers=headers, timeout=20)
+    except httpx.HTTPError as e:
+        raise UserError(f"--host: {base} does not answer ({e}); start one with `pdserve serve`") from None
+    if answer.status_code != 200:
+        raise UserError(f"--host: {base}/v1/models answered {answer.status_code}; is this an OpenAI endpoint?")
+    try:
+        models = {str(m["id"]): m for m in answer.json()["data"]}
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"--host: {base}/v1/models gave no list of models; is this an OpenAI endpoint?") from None
+    name = model or next(iter(models), "")
+    if name not in models:
+        raise UserError(f"--model: {name!r} is not served at {base}; it serves {', '.join(models) or 'nothing'}")
+    length = models[name].get("max_model_len")
+    return Served(base, name, length if isinstance(length, int) else None)

@@ -1,0 +1,90 @@
+"""One run on several processes: each drives its share of the same schedule from one common start."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from multiprocessing.connection import Connection
+
+import msgspec
+import uvloop
+
+from cluster.errors import UserError
+from cluster.workload.text import TextWriter
+from loadtests.endpoint import Endpoint, RequestWriter
+from loadtests.runner import Job, Progress, Run, Runner
+from loadtests.sample import Sample
+from loadtests.tokenizer import find_tokenizer
+
+READY_S = 60.0
+
+
+def run_job(job: Job, endpoint: Endpoint, tokenizer: str, processes: int = 1, progress: Progress | None = None) -> Run:
+    """Run a job here, or in `processes` children. Blocks until the last request has ended."""
+    if processes == 1:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
+            return loop.run(Runner(job, _writer(endpoint, tokenizer)).run(progress))
+    return _run_in_children(job, endpoint, tokenizer, processes, progress)
+
+
+def merge(runs: Sequence[Run]) -> Run:
+    """All samples in order of their schedule, as if one process had sent them."""
+    samples = sorted((s for r in runs for s in r.samples), key=lambda s: (s.scheduled_s, s.index))
+    return Run(samples, [late for r in runs for late in r.loop_late_s], max(r.length_s for r in runs))
+
+
+def _writer(endpoint: Endpoint, tokenizer: str) -> RequestWriter:
+    return RequestWriter(endpoint, TextWriter(find_tokenizer(tokenizer, tokenizer)))
+
+
+def _run_in_children(job: Job, endpoint: Endpoint, tokenizer: str, processes: int, progress: Progress | None) -> Run:
+    context = multiprocessing.get_context("spawn")
+    pipes: list[Connection] = []
+    children = []
+    for part in range(processes):
+        ours, theirs = context.Pipe()
+        share = replace(job, part=part, of=processes)
+        child = context.Process(target=_child, args=(theirs, share, endpoint, tokenizer), daemon=True)
+        child.start()
+        theirs.close()
+        pipes.append(ours)
+        children.append(child)
+    try:
+        for pipe in pipes:
+            if not pipe.poll(READY_S) or pipe.recv() != "ready":
+                raise UserError(f"a load generator process did not start within {READY_S:g} s")
+        start = time.perf_counter() + 0.2  # one clock for all processes of a host
+        for pipe in pipes:
+            pipe.send(start)
+        runs = []
+        for pipe in pipes:
+            while not pipe.poll(0.25):
+                if progress is not None:
+                    progress(time.perf_counter() - start, 0, 0)
+            runs.append(_received(pipe.recv_bytes()))
+        return merge(runs)
+    except EOFError:
+        raise UserError("a load generator process died; its message is above") from None
+    finally:
+        for child in children:
+            child.join(5)
+            if child.is_alive():
+                child.kill()
+
+
+def _child(pipe: Connection, job: Job, endpoint: Endpoint, tokenizer: str) -> None:
+    writer = _writer(endpoint, tokenizer)
+    pipe.send("ready")
+    start = pipe.recv()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
+        run = loop.run(Runner(job, writer, start_at=start).run())
+    wire = {"samples": [s.to_wire() for s in run.samples], "late": run.loop_late_s, "length_s": run.length_s}
+    pipe.send_bytes(msgspec.msgpack.encode(wire))
+
+
+def _received(data: bytes) -> Run:
+    raw = msgspec.msgpack.decode(data)
+    return Run([Sample.from_wire(s) for s in raw["samples"]], raw["late"], raw["length_s"])
