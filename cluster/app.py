@@ -40,12 +40,19 @@ def build(args: dict[str, Any]) -> Application:
         name=ROUTER,
         num_replicas=config.router.replicas,
         max_ongoing_requests=MAX_ONGOING,
-        ray_actor_options={"num_cpus": config.router.num_cpus},
+        ray_actor_options=_router_options(config),
         graceful_shutdown_timeout_s=config.router.drain_s,
         health_check_period_s=5,
         health_check_timeout_s=30,
     )(Router)
     return router.bind(raw, pools[Role.DECODE], pools.get(Role.PREFILL))
+
+
+def _router_options(config: ClusterConfig) -> dict[str, Any]:
+    options: dict[str, Any] = {"num_cpus": config.router.num_cpus}
+    if config.router.node_resource is not None:
+        options["resources"] = {config.router.node_resource: 1}
+    return options
 
 
 def _pool(config: ClusterConfig, role: Role) -> Any:

@@ -158,6 +158,9 @@ class RouterConfig(Section):
         default_factory=list, description="further arguments of vLLM's OpenAI server, e.g. tool call parsers"
     )
     num_cpus: float = Field(0.1, ge=0)
+    node_resource: str | None = Field(
+        None, description="Ray custom resource of nodes for routers, one unit per replica; null: any node"
+    )
     http: HttpConfig = HttpConfig()
     placement: PlacementConfig = PlacementConfig()
     admission: AdmissionConfig = AdmissionConfig()
