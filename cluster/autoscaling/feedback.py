@@ -57,7 +57,10 @@ def mendable(settings: Settings, window: GoodputCounters, seen: Observation) -> 
     by_stage = window.missed_by_stage()
     slow_steps = by_stage.get(Stage.DECODE_STEP, 0) if window.used_quantile("tpot", 0.97) == float("inf") else 0
     decode = by_stage.get(Stage.DECODE_QUEUE, 0) + by_stage.get(Stage.KV_TRANSFER, 0) + slow_steps
-    prefill = by_stage.get(Stage.PREFILL_QUEUE, 0)
+    # A prompt that a decode engine prefills waits in that engine.
+    local = int(window.get("missed_local", Stage.PREFILL_QUEUE))
+    decode += local
+    prefill = by_stage.get(Stage.PREFILL_QUEUE, 0) - local
     # Requests wait in the router for whichever pool has no room.
     kv_full = (seen.decode.kv_used_ratio or 0.0) >= 0.9
     router = by_stage.get(Stage.ROUTER_QUEUE, 0)

@@ -238,7 +238,6 @@ def deployment_autoscaling(config: ClusterConfig, role: Role | None) -> dict[str
         "upscale_delay_s": 0.0,
         "downscale_delay_s": 0.0,
         "downscale_to_zero_delay_s": 0.0,
-        "look_back_period_s": max(0.2, config.autoscaling.interval_s),
     }
     if role is None:
         n = config.router.replicas

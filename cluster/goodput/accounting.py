@@ -129,7 +129,11 @@ class GoodputCounters:
             verdict = "excused"
         else:
             verdict = "missed"
-            self._inc(label("missed_stage", miss_stage(record) or Stage.ROUTER_QUEUE))
+            stage = miss_stage(record) or Stage.ROUTER_QUEUE
+            self._inc(label("missed_stage", stage))
+            if record.prefill_worker is None and record.decode_worker is not None:
+                # Its prompt was for the decode engine: whatever the stage, the prefill pool had no part in it.
+                self._inc(label("missed_local", stage))
         self._inc(verdict)
         self._inc(label(f"tenant_{verdict}", record.tenant))
         self._inc(label(f"priority_{verdict}", record.priority))
@@ -141,7 +145,10 @@ class GoodputCounters:
             self._inc(label("computed_tokens", Role.PREFILL), computed)
             self._inc("prefill_computed_tokens_squared", computed * computed)
             self._inc("prefill_legs")
-        self._inc(label("computed_tokens", Role.DECODE), record.decode_computed_tokens)
+        by_decode = record.decode_computed_tokens
+        if leg is Role.DECODE and not by_decode and record.ttft_s is not None:
+            by_decode = record.prompt_tokens - record.cached_tokens
+        self._inc(label("computed_tokens", Role.DECODE), by_decode)
         self._inc("predicted_cached_tokens", record.predicted_cached_tokens)
         self._inc("output_tokens", record.output_tokens)
         if verdict == "good":

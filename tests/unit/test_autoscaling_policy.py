@@ -550,7 +550,7 @@ def any_observation(rng: random.Random) -> Observation:
     )
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", range(60))
 def test_bounds_and_budget_hold_whatever_is_observed(seed):
     rng = random.Random(seed)
     least_p, least_d, cost_p, cost_d = rng.randrange(4), rng.randrange(4), rng.randint(1, 2), rng.randint(1, 4)

@@ -251,7 +251,7 @@ def test_cached_and_computed_tokens_by_leg():
     counters = GoodputCounters()
     split = {"prefill_worker": "p0", "prompt_tokens": 100, "cached_tokens": 96, "decode_computed_tokens": 1}
     counters.count(record(**split))
-    counters.count(record(path=Path.LOCAL_SHORT, prompt_tokens=50, cached_tokens=16, decode_computed_tokens=34))
+    counters.count(record(path=Path.LOCAL_SHORT, decode_worker="d0", prompt_tokens=50, cached_tokens=16))
     counters.count(record(Outcome.FAILED, **split | {"ttft_s": None, "cached_tokens": 0, "decode_computed_tokens": 0}))
     assert counters.labels("cached_tokens") == {"prefill": 96, "decode": 16}
     assert counters.labels("computed_tokens") == {"prefill": 4, "decode": 35}
@@ -268,3 +268,13 @@ def test_how_much_of_the_limit_was_used():
     assert counters.used_quantile("ttft", 0.95) == 0.25
     assert counters.used_quantile("tpot", 0.5) == 0.9
     assert GoodputCounters().used_quantile("tpot", 0.5) is None
+
+
+def test_a_local_miss_is_marked_as_the_decode_pools():
+    counters = GoodputCounters()
+    late = {"ttft_s": 2.0, "stage_s": {Stage.PREFILL_QUEUE: 1.9, Stage.PREFILL_COMPUTE: 0.1}, "decode_worker": "d0"}
+    counters.count(record(path=Path.LOCAL_SHORT, **late))
+    counters.count(record(prefill_worker="p0", **late))
+    counters.count(record(Outcome.REJECTED, ttft_s=None, path=None))
+    assert counters.missed_by_stage() == {Stage.PREFILL_QUEUE: 2, Stage.ROUTER_QUEUE: 1}
+    assert counters.labels("missed_local") == {"prefill_queue": 1}
