@@ -9,6 +9,8 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
 from cluster.config import ClusterConfig, parse
+from cluster.engine.vllm.environment import runs_on_cpu
+from cluster.layout import replica_layout
 from cluster.messages import Role
 from decode_pool.worker import DecodeWorker
 from prefill_pool.worker import PrefillWorker
@@ -65,19 +67,24 @@ def _pool(config: ClusterConfig, role: Role) -> Any:
         "health_check_period_s": 2,
         "health_check_timeout_s": 30,
         "request_router_config": RequestRouterConfig(request_router_class=PinnedRequestRouter),
-        "ray_actor_options": actor_options(config, role),
         "num_replicas": pool.replicas.start,
+        **ray_options(config, role),
     }
     return serve.deployment(**options)(WORKERS[role])
 
 
-def actor_options(config: ClusterConfig, role: Role) -> dict[str, Any]:
-    """Ray resources of one replica."""
-    pool = config.pool(role)
-    options: dict[str, Any] = {"num_cpus": pool.num_cpus}
-    ranks = pool.layout.tp * pool.layout.pp * pool.layout.dp
-    if pool.accelerator is not None:
-        options["resources"] = {pool.accelerator: ranks}
-    if config.engine.kind == "vllm" and config.engine.device == "gpu":
-        options["num_gpus"] = ranks
+def ray_options(config: ClusterConfig, role: Role) -> dict[str, Any]:
+    """What one replica asks of Ray, as options of its deployment (see cluster/layout.py)."""
+    on_cpu = config.engine.kind == "simulated" or runs_on_cpu(config)
+    layout = replica_layout(config, role, on_cpu=on_cpu)
+    asked = dict(layout.actor_resources)
+    actor: dict[str, Any] = {"num_cpus": asked.pop("CPU", 0.0)}
+    if gpus := asked.pop("GPU", 0.0):
+        actor["num_gpus"] = gpus
+    if asked:
+        actor["resources"] = asked
+    options: dict[str, Any] = {"ray_actor_options": actor}
+    if layout.accelerators > 1:
+        options["placement_group_bundles"] = [dict(bundle) for bundle in layout.bundles]
+        options["placement_group_strategy"] = layout.strategy
     return options
