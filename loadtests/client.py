@@ -10,6 +10,7 @@ import asyncio
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 from loadtests.endpoint import Endpoint
 from loadtests.exchange import Exchange
@@ -40,8 +41,8 @@ class _Connection(asyncio.Protocol):
         self.open = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport, self.open = transport, True
+        # uvloop's transports are asyncio's by behaviour, not by class.
+        self.transport, self.open = cast(asyncio.Transport, transport), True
 
     def data_received(self, data: bytes) -> None:
         if self.exchange is None:

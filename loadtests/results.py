@@ -187,12 +187,13 @@ def over_time(samples: Sequence[Sample], slo: Slo, length_s: float, bins: int = 
         good, missed = sum(map(is_good, records)), sum(map(is_missed, records))
         ttft = quantiles([s.ttft_s for s in group if s.ttft_s is not None])
         end = float(edges[i + 1])
+        arriving = bool(group) or edges[i] < started[-1]  # after the last arrival there is no rate to speak of
         rows.append(
             {
                 "start_s": float(edges[i]),
                 "end_s": end,
-                "offered_per_s": len(group) / width,
-                "goodput_per_s": good / width,
+                "offered_per_s": len(group) / width if arriving else None,
+                "goodput_per_s": good / width if arriving else None,
                 "attainment": good / (good + missed) if good + missed else None,
                 "ttft_p50_s": ttft["p50"],
                 "ttft_p99_s": ttft["p99"],

@@ -69,6 +69,7 @@ class Runner:
         self._client = Client(writer.endpoint, self.clock, job.client.to_limits())
         self._limit = asyncio.Semaphore(job.client.max_in_flight) if job.client.max_in_flight else None
         self._samples: list[Sample] = []
+        self._defect: BaseException | None = None  # of this program; what servers do never raises
         self._streams = job.workload.all_streams
 
     def clock(self) -> float:
@@ -107,7 +108,7 @@ class Runner:
         mine = islice(enumerate(job.workload.arrivals()), job.part, None, job.of)
         ahead: deque[_Ready] = deque(self._ready(i, a) for i, a in islice(mine, AHEAD))
         tasks: set[asyncio.Task[Sample]] = set()
-        while ahead:
+        while ahead and self._defect is None:
             ready = ahead.popleft()
             self._fill(ahead, mine, until_s=ready.arrival.at_s)
             wait_s = ready.arrival.at_s - self.clock()
@@ -115,10 +116,15 @@ class Runner:
             await asyncio.sleep(max(0.0, wait_s))
             task = asyncio.create_task(self._send(ready))
             tasks.add(task)
-            task.add_done_callback(tasks.discard)
+            task.add_done_callback(lambda ended: self._ended(ended, tasks))
             if not ahead:
                 self._fill(ahead, mine, until_s=float("inf"), most=1)
         await self._drain(tasks, job.client.drain_s)
+
+    def _ended(self, task: asyncio.Task[Sample], tasks: set[asyncio.Task[Sample]]) -> None:
+        tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._defect = task.exception()
 
     def _fill(
         self, ahead: deque[_Ready], mine: Iterator[tuple[int, Arrival]], until_s: float, most: int = AHEAD
@@ -156,10 +162,13 @@ class Runner:
 
     async def _drain(self, tasks: Collection[asyncio.Task[Any]], within_s: float) -> None:
         if tasks:
-            _, late = await asyncio.wait(tasks, timeout=None if within_s == float("inf") else within_s)
+            done, late = await asyncio.wait(tasks, timeout=None if within_s == float("inf") else within_s)
             for task in late:
                 task.cancel()
+            self._defect = self._defect or next((e for task in done if (e := task.exception())), None)
             await asyncio.gather(*late, return_exceptions=True)
+        if self._defect is not None:
+            raise self._defect
         for sample in self._samples:
             if sample.outcome is None:
                 sample.error, sample.end_s = UNFINISHED, self.clock()

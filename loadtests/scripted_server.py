@@ -62,7 +62,9 @@ def final_usage(total: int, prompt_tokens: int = 0, cached: int = 0) -> bytes:
 DONE = b"data: [DONE]\n\n"
 
 
-def stream(tokens: int, *, first_s: float = 0.0, gap_s: float = 0.0, cached: int = 0) -> Iterator[Step]:
+def stream(
+    tokens: int, *, first_s: float = 0.0, gap_s: float = 0.0, prompt_tokens: int = 0, cached: int = 0
+) -> Iterator[Step]:
     """An answer of `tokens` tokens: headers at once, the first token after `first_s`, then one every `gap_s`."""
     yield HEAD
     yield first_s
@@ -70,7 +72,7 @@ def stream(tokens: int, *, first_s: float = 0.0, gap_s: float = 0.0, cached: int
         if i:
             yield gap_s
         yield framed(event("x", i + 1, "length" if i == tokens - 1 else None))
-    yield framed(final_usage(tokens, cached=cached)) + framed(DONE) + b"0\r\n\r\n"
+    yield framed(final_usage(tokens, prompt_tokens, cached)) + framed(DONE) + b"0\r\n\r\n"
 
 
 def refuse(status: int = 503, retry_after_s: int = 1) -> list[Step]:

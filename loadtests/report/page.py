@@ -263,6 +263,11 @@ def _sweep(result: Mapping[str, Any]) -> list[str]:
             )
         ),
     ]
+    slo = result["slo"]
+    for title, key, limit in (("TTFT", "ttft_p99_s", slo["ttft_ms"]), ("TPOT", "tpot_p99_s", slo["tpot_ms"])):
+        latency = Series("p99", x, [None if r[key] is None else 1e3 * r[key] for r in steps])
+        marks = [Mark(limit, "limit")]
+        charts.append(draw(Chart(f"{title} p99 against offered rate", "requests/s", "ms", [latency], marks, dots=True)))
     columns = ("offered/s", "attainment", "goodput/s", "TTFT p99", "TPOT p99", "valid")
     body = "".join(
         f"<tr><td>{r['rate_per_s']:.3g}</td><td>{percent(r['attainment'])}</td><td>{plain(r['goodput_per_s'])}</td>"

@@ -98,9 +98,9 @@ def number(value: float) -> str:
     """Short form for an axis."""
     if value == 0:
         return "0"
-    if abs(value) >= 1e4 or abs(value) < 1e-3:
+    if abs(value) < 1e-3 or abs(value) >= 1e6:
         return f"{value:.0e}".replace("e+0", "e").replace("e-0", "e-")
-    return f"{value:.3g}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def draw(chart: Chart) -> str:
