@@ -111,6 +111,8 @@ class LimitsConfig(Section):
     idle_s: float = Field(60, gt=0, description="gap between two tokens")
     attempts: int = Field(3, ge=1, le=16, description="places tried before the first token")
     migrations: int = Field(2, ge=0, le=16, description="moves to another decode engine after the first token")
+    silent_s: float = Field(5, gt=0, description="a worker that owes a message and sends none counts as lost")
+    stall_s: float = Field(10, gt=0, description="an engine that owes output and makes no step counts as lost")
 
 
 class PlacementConfig(Section):
@@ -198,6 +200,12 @@ class AutoscalingConfig(Section):
     startup_s: float = Field(60, ge=0, description="start-up time assumed before the first one was measured")
 
 
+class NetworkConfig(Section):
+    host: str | None = Field(
+        None, description="address that engines and routers of a node listen on for each other; default: the node's"
+    )
+
+
 class TracingConfig(Section):
     otlp_endpoint: str | None = None
 
@@ -211,6 +219,7 @@ class ClusterConfig(Section):
     router: RouterConfig = RouterConfig()
     kv_transfer: KvTransferConfig = KvTransferConfig()
     autoscaling: AutoscalingConfig = AutoscalingConfig()
+    network: NetworkConfig = NetworkConfig()
     tracing: TracingConfig = TracingConfig()
 
     def pool(self, role: Role) -> PoolConfig:

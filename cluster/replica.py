@@ -28,7 +28,7 @@ class PoolReplica:
         self._config: ClusterConfig = parse(config)
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         context = serve.get_replica_context()
-        host = ray.util.get_node_ip_address()
+        host = self._config.network.host or ray.util.get_node_ip_address()
         engine = await create_engine(
             self._config,
             self.role,
@@ -55,9 +55,11 @@ class PoolReplica:
         counts = {f"{name}_total": float(value) for name, value in self._worker.counts.items()}
         return {
             **counts,
+            **self._worker.meter.values(),
             "running": float(snapshot.running),
             "waiting": float(snapshot.waiting),
             "kv_used_blocks": float(snapshot.kv_used_blocks),
+            "kv_total_blocks": float(self._worker.info.kv_total_blocks),
             "queued_prefill_tokens": float(snapshot.queued_prefill_tokens),
             "open_leases": float(snapshot.open_leases),
         }

@@ -18,6 +18,7 @@ from typing import Any
 
 from cluster.engine.base import Engine, EngineDelta
 from cluster.errors import EngineFailed, PdserveError, RequestError, WorkerLost
+from cluster.goodput.meter import LoadMeter
 from cluster.link import LinkClient
 from cluster.messages import WorkerInfo, WorkerSnapshot, WorkerState
 from cluster.wire import Cancel, LegCall, LegEnd, Load, Message, Output, Settle, Step
@@ -26,6 +27,8 @@ log = logging.getLogger(__name__)
 
 EARLY_CANCELS = 4096
 LOAD_INTERVAL_S = 0.05
+HEARTBEAT_S = 1.0
+"""Routers take a longer silence for a stopped process (`router.limits.silent_s`)."""
 
 
 class _Leg:
@@ -64,6 +67,7 @@ class Worker:
         self._last_steps = -1
         self._last_progress_s = time.monotonic()
         self._last_load_s = 0.0
+        self.meter = LoadMeter()
         self.counts = {"legs": 0, "done": 0, "pulled": 0, "released": 0, "cancelled": 0, "failed": 0, "expired": 0}
         engine.on_step(self._after_step)
 
@@ -92,6 +96,7 @@ class Worker:
         self.counts["legs"] += 1
         try:
             await self._link(call)
+            self.meter.on_start(time.monotonic())
             await self.engine.start(call.request, self._sink)
             await leg.ended.wait()
         except RequestError as e:
@@ -122,6 +127,8 @@ class Worker:
     async def shutdown(self) -> None:
         """Intake is closed by Serve before this; end what is left and the engine with all its processes."""
         self._draining = True
+        if self._heartbeat is not None:
+            self._heartbeat.cancel()
         for leg in list(self._legs.values()):
             leg.settled = leg.settled or "cancelled"
             leg.ended.set()
@@ -162,6 +169,8 @@ class Worker:
                 None if ticket is None else dict(ticket),
             ),
         )
+        computed = len(leg.call.request.prompt_token_ids) - (item.cached_tokens or 0) if leg.tokens == 0 else 0
+        self.meter.on_output(output_tokens=len(item.token_ids), computed_prompt_tokens=computed)
         leg.tokens += len(item.token_ids)
         if item.finish_reason is None:
             return
@@ -182,13 +191,19 @@ class Worker:
         self._put(leg, Output(leg.call.request.request_id, leg.tokens, [], error=(name, str(error))))
         self._flush(None)
 
-    def _after_step(self, _: WorkerSnapshot) -> None:
+    def _after_step(self, snapshot: WorkerSnapshot) -> None:
         now = time.monotonic()
+        self.meter.on_step(snapshot, now)
         due = now - self._last_load_s >= LOAD_INTERVAL_S
         if not (self._outbox or due):
             return
         self._last_load_s = now
         self._flush(self._load())
+
+    def _beat(self) -> None:
+        self._heartbeat = asyncio.get_running_loop().call_later(HEARTBEAT_S, self._beat)
+        if time.monotonic() - self._last_load_s >= HEARTBEAT_S:
+            self._flush(self._load())
 
     def _load(self) -> Load:
         s = self.snapshot()
@@ -276,6 +291,8 @@ class Worker:
                 self._links[router_id] = await LinkClient.connect(
                     call.router, self.info.worker_id, self.info.incarnation, self._on_message, self._on_router_lost
                 )
+                if self._heartbeat is None:
+                    self._beat()
 
 
 EngineFactory = Callable[..., Awaitable[Engine]]

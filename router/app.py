@@ -19,7 +19,7 @@ from cluster.config import ClusterConfig, parse
 from cluster.engine.vllm.arguments import served_name, shared_arguments
 from cluster.engine.vllm.environment import base_environment
 from cluster.goodput.metrics import CONTENT_TYPE, Metrics
-from cluster.messages import RequestRecord, Role, WorkerInfo
+from cluster.messages import Request, RequestRecord, Role, WorkerInfo
 from cluster.models.resolve import resolve
 from kv_transfer.settings import TICKET_REQUEST
 from router.dispatcher import Dispatcher
@@ -29,6 +29,7 @@ from router.kv_events import Quality
 from router.placement import Placer
 from router.prefix_index import PrefixIndex
 from router.status import router_status
+from router.telemetry import Telemetry
 from router.times import WorkerTimes
 from router.transport import ServeTransport
 from router.warmup import Warmup
@@ -81,10 +82,12 @@ class Router:
             clock=time.monotonic,
             rng=random.Random(),
         )
+        self.telemetry = Telemetry(self._config, self.metrics, self.dispatcher, self.placer, time.monotonic)
+        self.client.on_arrival = self._on_arrival
         self._events: KvEventReader | None = None
         self.warmup = Warmup(self.dispatcher, vllm_config.model_config.get_vocab_size())
         self.dispatcher.worker_listeners += [self._follow_events, self.warmup.on_worker]
-        host = ray.util.get_node_ip_address()
+        host = self._config.network.host or ray.util.get_node_ip_address()
         await self.transport.start(self.dispatcher, self._router_id, host)
         self._openai = await build_openai_app(self.client, self._server_arguments(model.path))
 
@@ -93,8 +96,7 @@ class Router:
         from starlette.routing import Route
 
         async def metrics(_: Any) -> Response:
-            self._refresh_gauges()
-            return Response(self.metrics.render(), media_type=CONTENT_TYPE)
+            return Response(await self.telemetry.render(), media_type=CONTENT_TYPE)
 
         async def health(_: Any) -> Response:
             ready = [w for w in self.dispatcher.workers.values() if w.role is Role.DECODE]
@@ -114,6 +116,7 @@ class Router:
             self._config.router,
             vocab_size=self.client.model_config.get_vocab_size(),
             environ=os.environ,
+            slo=self._config.slo.to_slo(),
             extra_paths=("/pdserve/status",),
         )
 
@@ -145,11 +148,17 @@ class Router:
                 await self._events.close()
             await self.transport.close()
 
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve pushes this to its controller, where the autoscaling policy reads it."""
+        return self.telemetry.autoscaling_stats()
+
+    def _on_arrival(self, request: Request) -> None:
+        self.metrics.start(prompt_tokens=request.prompt_tokens, tenant=request.tenant, priority=request.priority)
+
     def _on_record(self, record: RequestRecord) -> None:
         self.times.observe(record)
         if record.tenant != Warmup.TENANT:
             self._records.append(record)
-            self.metrics.start(prompt_tokens=record.prompt_tokens, tenant=record.tenant, priority=record.priority)
             self.metrics.observe(record)
 
     def _follow_events(self, info: WorkerInfo, up: bool) -> None:
@@ -165,15 +174,6 @@ class Router:
         mark = getattr(self.placer, "set_index_exact", None)
         if mark is not None:
             mark(worker_id, quality is Quality.EXACT)
-
-    def _refresh_gauges(self) -> None:
-        dispatcher = self.dispatcher
-        leases = sum(load.open_leases for load in dispatcher.loads.values())
-        replicas: dict[tuple[str, str], float] = {}
-        for worker in dispatcher.workers.values():
-            key = (worker.role.value, "ready")
-            replicas[key] = replicas.get(key, 0) + 1
-        self.metrics.set_gauges({"pdserve_leases_open": float(leases), "pdserve_pool_replicas": replicas})
 
     def _server_arguments(self, model_path: str) -> list[str]:
         arguments = ["--model", model_path, "--served-model-name", served_name(self._config), "--no-enable-log-requests"]

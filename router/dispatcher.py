@@ -38,6 +38,7 @@ from cluster.messages import (
 )
 from cluster.wire import LegEnd, Output
 from router import lifecycle_messages as msg
+from router.health import Change, Health, Trust
 from router.lifecycle import Lifecycle
 from router.run import Run
 from router.transport import Transport
@@ -48,6 +49,7 @@ _ERRORS: dict[str, type[RequestError]] = {
     kind.__name__: kind
     for kind in (BadRequest, TransferFailed, LeaseExpired, EngineFailed, WorkerLost, NoWorker, DeadlineExceeded)
 }
+LOOK_EVERY_S = 0.5
 _NATURAL_ENDS = frozenset({"stop", "length", "repetition"})
 
 
@@ -133,6 +135,8 @@ class Dispatcher:
         self.last_failure: dict[str, str] = {}
         self.retries = self.migrations = 0
         self.worker_listeners: list[Callable[[WorkerInfo, bool], None]] = []
+        self.health = Health(limits.silent_s, limits.stall_s, look_every_s=LOOK_EVERY_S)
+        self._look_timer: asyncio.TimerHandle | None = None
 
     @property
     def running(self) -> int:
@@ -141,6 +145,14 @@ class Dispatcher:
     @property
     def open_legs(self) -> int:
         return len(self._legs)
+
+    def runs(self) -> list[Run]:
+        """Requests that have not ended."""
+        return list(self._runs.values())
+
+    def leg_workers(self) -> list[tuple[str, bool]]:
+        """(worker, whether it is a prefill leg) of every open leg."""
+        return [(run.legs[leg_id], choice is None) for leg_id, (run, _, choice) in self._legs.items()]
 
     # From the layer above
 
@@ -159,6 +171,8 @@ class Dispatcher:
         for run in list(self._runs.values()):
             run.final_error = RequestError(why)
             self._feed(run, msg.ClientLeft())
+        if self._look_timer is not None:
+            self._look_timer.cancel()
 
     # From the transport
 
@@ -167,7 +181,10 @@ class Dispatcher:
         if old is not None and old.incarnation != info.incarnation:
             self.on_worker_down(info.worker_id)
         self.workers[info.worker_id] = info
+        self.health.up(info.worker_id, info.incarnation)
         self.placer.add_worker(info, self._clock())
+        if self._look_timer is None:
+            self._look()
         for listener in self.worker_listeners:
             listener(info, True)
 
@@ -176,6 +193,7 @@ class Dispatcher:
         if info is None:
             return
         self.loads.pop(worker_id, None)
+        self.health.down(worker_id)
         self.placer.remove_worker(worker_id, self._clock())
         for listener in self.worker_listeners:
             listener(info, False)
@@ -186,12 +204,14 @@ class Dispatcher:
         if info is None or info.incarnation != snapshot.incarnation:
             return
         self.loads[snapshot.worker_id] = snapshot
+        self.health.heard(snapshot.worker_id, snapshot.steps, self._clock())
         self.placer.on_snapshot(snapshot, self._clock())
         if snapshot.state is WorkerState.DEAD:
             self.on_worker_down(snapshot.worker_id)
 
     def on_outputs(self, worker_id: str, outputs: list[Output]) -> None:
         now = self._clock()
+        self.health.heard(worker_id, None, now)
         batch: list[tuple[Any, int, EngineDelta, int | None]] = []
         facts: list[tuple[Run, int, int, Output]] = []
         for output in outputs:
@@ -208,6 +228,9 @@ class Dispatcher:
             elif output.finish_reason in ("abort", "error"):
                 self._leg_failed(output.request_id, leg, EngineFailed("the engine ended the request", worker_id=worker_id))
             else:
+                if output.offset_tokens == 0 and output.token_ids:
+                    peer = run.placement.prefill if run.placement is not None and output.external_tokens else None
+                    self.health.served(worker_id, peer, now)
                 delta = output.delta()
                 cached = run.on_output(choice, delta, now)
                 batch.append((run.job, choice, delta, cached))
@@ -303,15 +326,27 @@ class Dispatcher:
             placed: Placement | Rejection = job.forced
         else:
             local = action.local_only or job.local_only
-            placed = self.placer.place(run.request, now, self._rng, exclude=action.exclude, local_only=local)
+            placed = self._choose(run.request, action.exclude, local, now)
             if isinstance(placed, Rejection) and action.exclude:
                 # Every healthy worker has failed this request once: better one of those than none.
-                placed = self.placer.place(run.request, now, self._rng, exclude=frozenset(), local_only=local)
+                placed = self._choose(run.request, frozenset(), local, now)
         if isinstance(placed, Rejection):
             self._feed(run, msg.Refused(action.attempt, placed))
         else:
             run.on_placed(placed, now)
             self._feed(run, msg.Placed(action.attempt, placed))
+
+    def _choose(self, request: Request, exclude: frozenset[str], local: bool, now: float) -> Placement | Rejection:
+        """Placement's choice, without pairs whose transfers fail."""
+        while True:
+            placed = self.placer.place(request, now, self._rng, exclude=exclude, local_only=local)
+            if isinstance(placed, Rejection) or placed.prefill is None:
+                return placed
+            pair = (placed.prefill, placed.decode)
+            if self.health.pairs.allows(pair, now):
+                self.health.pairs.begin(pair, now)
+                return placed
+            exclude |= {placed.prefill}
 
     def _start_prefill(self, run: Run, action: msg.StartPrefill) -> None:
         prompt, _ = run.job.leg(0, action.tokens_sent)
@@ -359,6 +394,7 @@ class Dispatcher:
             lost = WorkerLost("the worker is gone", worker_id=worker_id)
             asyncio.get_running_loop().call_soon(self.on_leg_end, request.request_id, lost)
             return
+        self.health.asked(worker_id, self._clock())
         self._transport.open(worker, "prefill" if choice is None else "serve", request)
 
     def _on_prefill_output(self, run: Run, attempt: int, output: Output, now: float) -> None:
@@ -384,6 +420,7 @@ class Dispatcher:
             compute_s=output.compute_s or 0.0,
         )
         run.on_ticket(ticket, now)
+        self.health.served(worker_id, None, now)
         self.placer.on_prefilled(run.request.request_id, now, ticket.cached_tokens)
         self._feed(run, msg.TicketReady(attempt, ticket))
 
@@ -410,17 +447,38 @@ class Dispatcher:
 
     def _suspect(self, action: msg.Suspect) -> None:
         self.last_failure[action.worker_id] = action.reason
-        log.warning("worker %s failed a request: %s", action.worker_id, action.reason)
-        if action.reason == "WorkerLost":
-            # Not chosen again before Serve has said what became of it; a healthy replica comes back with its next load.
-            self.placer.remove_worker(action.worker_id, self._clock())
-            info = self.workers.get(action.worker_id)
-            if info is not None:
-                asyncio.get_running_loop().call_later(5.0, self._readmit, info)
+        between = f" with {action.peer}" if action.peer else ""
+        log.warning("worker %s%s failed a request: %s", action.worker_id, between, action.reason)
+        change = self.health.suspect(action.worker_id, action.reason, action.peer, self._clock())
+        if change is not None:
+            self._apply(change)
 
-    def _readmit(self, info: WorkerInfo) -> None:
-        if self.workers.get(info.worker_id) is info:
+    def _look(self) -> None:
+        """Judge the workers by what they have said and done since."""
+        self._look_timer = asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._look)
+        owing = {
+            run.legs[leg_id]
+            for leg_id, (run, _, choice) in self._legs.items()
+            if (run.owes_ticket if choice is None else run.leg_tokens(choice) > 0)
+        }
+        for change in self.health.look(owing.__contains__, self._clock()):
+            self._apply(change)
+
+    def _apply(self, change: Change) -> None:
+        info = self.workers.get(change.worker_id)
+        if info is None:
+            return
+        if change.trust is Trust.USED:
             self.placer.add_worker(info, self._clock())
+            return
+        self.placer.remove_worker(change.worker_id, self._clock())
+        if change.trust is not Trust.LOST:
+            return
+        log.warning("worker %s is lost: %s", change.worker_id, change.reason)
+        self.last_failure[change.worker_id] = change.reason
+        there = {id(run): run for leg_id, (run, _, _) in self._legs.items() if run.legs[leg_id] == change.worker_id}
+        for run in there.values():
+            self._feed(run, msg.WorkerDown(change.worker_id))
 
     def _finish(self, run: Run, action: msg.Finish) -> None:
         request_id = run.request.request_id

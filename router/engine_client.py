@@ -63,6 +63,7 @@ class ClusterEngineClient(ServingClient):
         self._slo = slo
         self._counter = 0
         self.dispatcher: Dispatcher
+        self.on_arrival: Callable[[Request], None] = lambda _: None
 
     def mint_id(self) -> str:
         self._counter += 1
@@ -72,7 +73,9 @@ class ClusterEngineClient(ServingClient):
         context = current()
         if context.cache_salt is not None:
             generation.cache_salt = context.cache_salt
-        self.dispatcher.submit(ClientJob(self, generation, self.request_of(generation)))
+        job = ClientJob(self, generation, self.request_of(generation))
+        self.on_arrival(job.request)
+        self.dispatcher.submit(job)
 
     def request_of(self, generation: Generation) -> Request:
         """What the pure policies see of it."""

@@ -13,26 +13,10 @@ from itertools import pairwise
 
 from cluster.autoscaling.messages import Settings
 from cluster.goodput.accounting import GoodputCounters
+from cluster.goodput.feed import needed_values
 
 # Windows for what a request is made of reach back this many look-backs where traffic is thin.
 REACH = 5
-_NEEDED = (
-    "started",
-    "outcome{",
-    "good",
-    "missed",
-    "prompt_tokens",
-    "computed_tokens{",
-    "prefill_computed_tokens_squared",
-    "prefill_legs",
-    "output_tokens",
-    "used{",
-)
-
-
-def needed_values(values: Mapping[str, float]) -> dict[str, float]:
-    """The counters that the policy reads: what a router pushes to it."""
-    return {key: value for key, value in values.items() if key.startswith(_NEEDED)}
 
 
 @dataclass(frozen=True, slots=True)

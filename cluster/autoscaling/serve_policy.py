@@ -17,20 +17,15 @@ from typing import Any
 
 from cluster.autoscaling.messages import Decision, Observation, PoolLoad, Settings, StepCost
 from cluster.autoscaling.policy import decide, initial
-from cluster.autoscaling.publish import Publisher
 from cluster.config import ClusterConfig, parse
 from cluster.goodput.accounting import Totals
+from cluster.goodput.decisions import Publisher
+from cluster.goodput.feed import REQUESTS, ROUTER_LOADS, WORKER_LOADS, WORKER_TOTALS
 from cluster.messages import Role
 
 log = logging.getLogger("ray.serve")
 
 ROUTER = "router"
-# What a worker pushes: monotone totals, and its load now.
-WORKER_TOTALS = ("busy_s", "steps", "sequence_steps", "prompt_tokens")
-WORKER_LOADS = ("running", "waiting", "queued_prefill_tokens", "kv_used_blocks", "kv_total_blocks")
-# What a router pushes beside its request counters (see demand.needed_values), which carry this prefix.
-REQUESTS = "requests."
-ROUTER_LOADS = ("queue_depth", "oldest_wait_s", "draining_prefill", "draining_decode")
 # Data older than this many push intervals is no data.
 STALE_INTERVALS = 4
 
@@ -193,20 +188,6 @@ def summary(decision: Decision, seen: Observation, now: float) -> dict[str, Any]
 
 def _name(replica: Any) -> str:
     return str(getattr(replica, "unique_id", replica))
-
-
-def router_stats(
-    counters: Mapping[str, float], *, queue_depth: float, oldest_wait_s: float, draining: Mapping[Role, int]
-) -> dict[str, float]:
-    """What a router's `record_autoscaling_stats` returns.
-
-    Args:
-        counters: `needed_values` of its request counters.
-        draining: replicas that left their pool and still run legs of this router.
-    """
-    stats = {REQUESTS + key: float(value) for key, value in counters.items()}
-    stats |= {f"draining_{role.value}": float(n) for role, n in draining.items()}
-    return stats | {"queue_depth": float(queue_depth), "oldest_wait_s": float(oldest_wait_s)}
 
 
 def application_policy(config: ClusterConfig, priors: Mapping[Role, StepCost] | None = None) -> dict[str, Any] | None:

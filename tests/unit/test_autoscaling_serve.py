@@ -7,18 +7,17 @@ import warnings
 
 import pytest
 
-from cluster.autoscaling.demand import needed_values
-from cluster.autoscaling.publish import gauges
 from cluster.autoscaling.serve_policy import (
     GoodputPolicy,
     application_policy,
     deployment_autoscaling,
-    router_stats,
     summary,
 )
 from cluster.config import parse
 from cluster.goodput.accounting import GoodputCounters
 from cluster.goodput.catalogue import CATALOGUE
+from cluster.goodput.decisions import gauges
+from cluster.goodput.feed import router_stats
 from cluster.goodput.metrics import Metrics
 from cluster.messages import Role, Slo
 
@@ -76,7 +75,7 @@ def worker(busy_s=10.0, **more) -> dict[str, float]:
 def router(started: float, queue=0.0, wait=0.0, **draining) -> dict[str, float]:
     counters = GoodputCounters({"started": started, "started_prompt_tokens": started * 100, "tenant_started{a}": 9.0})
     left = {Role.PREFILL: draining.get("prefill", 0), Role.DECODE: draining.get("decode", 0)}
-    return router_stats(needed_values(counters.values), queue_depth=queue, oldest_wait_s=wait, draining=left)
+    return router_stats(counters.values, queue_depth=queue, oldest_wait_s=wait, draining=left)
 
 
 def contexts(now, *, routers=None, prefill=None, decode=None, **more):
