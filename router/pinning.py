@@ -23,10 +23,15 @@ class ReplicaWatch:
     """The live replicas of one deployment, as this process knows them."""
 
     def __init__(
-        self, application: str, deployment: str, on_up: Callable[[str, dict[str, Any]], None], on_down: Callable[[str], None]
+        self,
+        application: str,
+        deployment: str,
+        on_up: Callable[[str, dict[str, Any]], None],
+        on_down: Callable[[str], None],
+        on_missed: Callable[[Any], None] = lambda _: None,
     ) -> None:
         self._key = (application, deployment)
-        self._on_up, self._on_down = on_up, on_down
+        self._on_up, self._on_down, self.missed = on_up, on_down, on_missed
         self.replicas: set[str] = set()
         _WATCHES[self._key] = self
 
@@ -58,7 +63,12 @@ class PinnedRequestRouter(RequestRouter):
         wanted = _wanted(pending_request)
         if wanted is None:
             return [candidate_replicas]
-        return [[r for r in candidate_replicas if r.replica_id.unique_id == wanted]]
+        chosen = [r for r in candidate_replicas if r.replica_id.unique_id == wanted]
+        watch = self._watch()
+        if not chosen and watch is not None and wanted not in watch.replicas and pending_request is not None:
+            # It left after it was chosen. Serve would ask again for ever; the call's owner must hear of it.
+            watch.missed(pending_request.args[0])
+        return [chosen]
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)

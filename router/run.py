@@ -9,7 +9,7 @@ from cluster.engine.base import EngineDelta
 from cluster.errors import PdserveError
 from cluster.goodput.timing import TokenTimes
 from cluster.messages import Outcome, Path, Placement, Request, RequestRecord, Stage, Ticket
-from router.lifecycle import Lifecycle
+from router.lifecycle import Lifecycle, State
 from router.lifecycle_messages import StartDecode
 
 
@@ -81,6 +81,11 @@ class Run:
         if self._first_output is None:
             self._placed_s = now
             self._ticket = self._ticket_s = None
+
+    @property
+    def owes_ticket(self) -> bool:
+        """Whether a prefill leg runs that has not given its ticket."""
+        return self.lifecycle.state is State.PREFILL
 
     def on_ticket(self, ticket: Ticket, now: float) -> None:
         if self._first_output is None:

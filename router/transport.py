@@ -15,7 +15,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from cluster.engine.base import EngineRequest
-from cluster.errors import EngineFailed, RequestError, WorkerLost
+from cluster.errors import EngineFailed, NoWorker, RequestError, WorkerLost
 from cluster.link import LinkServer
 from cluster.messages import Role, WorkerInfo, WorkerSnapshot, WorkerState
 from cluster.wire import Cancel, LegCall, LegEnd, LegKind, Load, Message, Output, Settle, Step
@@ -81,6 +81,7 @@ class ServeTransport:
                     self._deployments[role],
                     lambda _, metadata: self._soon(self._up, metadata),
                     lambda worker_id: self._soon(self._down, worker_id),
+                    lambda call: self._soon(self._missed, call.request.request_id),
                 )
             )
             # The request router of a handle is made with its first use; without one, no replica is known.
@@ -145,6 +146,15 @@ class ServeTransport:
 
     def _down(self, worker_id: str) -> None:
         self._events.on_worker_down(worker_id)
+
+    def _missed(self, leg_id: str) -> None:
+        """The worker left before the call reached it: nothing was started."""
+        entry = self._calls.pop(leg_id, None)
+        if entry is not None:
+            worker_id, task, response = entry
+            response.cancel()
+            task.cancel()
+            self._events.on_leg_end(leg_id, NoWorker("the worker has left the pool", worker_id=worker_id))
 
     def _soon(self, callback: Callable[..., None], *args: Any) -> None:
         # Serve may run its routers on a loop of their own.
