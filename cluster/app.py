@@ -8,6 +8,7 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
+from cluster.autoscaling.serve_policy import deployment_autoscaling
 from cluster.config import ClusterConfig, parse
 from cluster.engine.vllm.environment import runs_on_cpu
 from cluster.layout import replica_layout
@@ -40,7 +41,7 @@ def build(args: dict[str, Any]) -> Application:
     }
     router = serve.deployment(
         name=ROUTER,
-        num_replicas=config.router.replicas,
+        **_size(config, None, config.router.replicas),
         max_ongoing_requests=MAX_ONGOING,
         ray_actor_options=_router_options(config),
         graceful_shutdown_timeout_s=config.router.drain_s,
@@ -67,10 +68,16 @@ def _pool(config: ClusterConfig, role: Role) -> Any:
         "health_check_period_s": 2,
         "health_check_timeout_s": 30,
         "request_router_config": RequestRouterConfig(request_router_class=PinnedRequestRouter),
-        "num_replicas": pool.replicas.start,
+        **_size(config, role, pool.replicas.start),
         **ray_options(config, role),
     }
     return serve.deployment(**options)(WORKERS[role])
+
+
+def _size(config: ClusterConfig, role: Role | None, replicas: int) -> dict[str, Any]:
+    """A fixed number of replicas, or bounds within which the application's policy decides."""
+    scaling = deployment_autoscaling(config, role)
+    return {"num_replicas": replicas} if scaling is None else {"autoscaling_config": scaling}
 
 
 def ray_options(config: ClusterConfig, role: Role) -> dict[str, Any]:
