@@ -1,5 +1,8 @@
 """What a ClusterConfig means on Kubernetes: one worker group per deployment, one pod per replica.
 
+A pod offers Ray exactly what one replica asks for (or, where pipeline stages span machines, one stage of it), so that
+the group's size is the pool's size and the autoscaler knows an empty group too.
+
 Shutdown has four timers, and each must outlast the one before:
 
     a replica's accepted work   drain_s                       Serve waits for it (graceful_shutdown_timeout_s)
@@ -13,11 +16,14 @@ They are upper bounds: a pod without work ends at once.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cluster.config import ClusterConfig, PoolConfig
+from cluster.config import ClusterConfig
 from cluster.errors import ConfigError
+from cluster.layout import RAY_ACCELERATOR_TYPES, replica_layout
 from cluster.messages import Role
+from cluster.runtime.environment import ray_environment
 
 ROUTER = "router"
 PRE_STOP_S = 5
@@ -31,18 +37,18 @@ class Group:
 
     Attributes:
         pods_min, pods_max: bounds of the group; the autoscaler keeps to them.
-        cpus, gpus: Ray resources of one pod: what one replica (or one pipeline stage of it) asks for.
-        replica_cpus: Ray CPUs that one replica asks for.
+        resources: Ray resources of one pod, as KubeRay wants them: text.
+        gpus: GPUs of one pod.
         drain_s: how long accepted work may take.
+        start_s: how long a replacement may take to start.
         accelerator: GPU type that the pods must be on, None for any.
     """
 
     name: str
     pods_min: int
     pods_max: int
-    cpus: int
+    resources: Mapping[str, str]
     gpus: int
-    replica_cpus: float
     drain_s: float
     start_s: float
     accelerator: str | None = None
@@ -60,16 +66,6 @@ class Group:
         """Of the disruption budget: one pod at a time, and never the last."""
         return max(1, self.pods_min - 1)
 
-    @property
-    def resources(self) -> dict[str, str]:
-        """Ray resources of a pod, so that the autoscaler knows an empty group too."""
-        found = {"CPU": str(self.cpus)}
-        if self.gpus:
-            found["GPU"] = str(self.gpus)
-            if self.accelerator is not None:
-                found[f"accelerator_type:{self.accelerator}"] = "1"
-        return found
-
 
 def groups(config: ClusterConfig) -> dict[str, Group]:
     """The worker groups of a cluster by name: router, prefill (unless colocated), decode.
@@ -77,30 +73,41 @@ def groups(config: ClusterConfig) -> dict[str, Group]:
     Raises:
         ConfigError: the config leaves open what a manifest must say, or cannot be placed on pods.
     """
+    http, router = config.router.http, config.router
     if config.engine.kind == "vllm" and config.engine.device == "auto":
         raise ConfigError("engine.device", "auto: a manifest must ask for its hardware", "set cpu or gpu")
-    if config.router.http.host != "0.0.0.0":
+    if http.host != "0.0.0.0":
+        raise ConfigError("router.http.host", f"{http.host} cannot be reached from other pods", "set 0.0.0.0")
+    if http.ingress not in ("auto", "proxy"):
         raise ConfigError(
-            "router.http.host", f"{config.router.http.host} cannot be reached from other pods", "set 0.0.0.0"
+            "router.http.ingress", f"{http.ingress}: on Kubernetes clients come through Serve's proxies", "set proxy"
         )
-    router = config.router
+    if router.node_resource is None:
+        raise ConfigError(
+            "router.node_resource", "null: a router could take the place of an engine in its pod", "set router-pod"
+        )
     found = {
         ROUTER: Group(
             name=ROUTER,
             pods_min=router.replicas,
             pods_max=router.replicas,
-            cpus=max(1, math.ceil(router.num_cpus)),
+            resources=_resources({"CPU": router.num_cpus, router.node_resource: 1}),
             gpus=0,
-            replica_cpus=router.num_cpus,
             drain_s=router.drain_s,
             start_s=MARGIN_S,
         )
     }
     for role in Role:
-        pool = config.pools.prefill if role is Role.PREFILL else config.pools.decode
-        if pool is not None:
-            found[role.value] = _pool_group(config, role, pool)
+        if role is Role.DECODE or not config.colocated:
+            found[role.value] = _pool_group(config, role)
     return found
+
+
+def environment(config: ClusterConfig) -> dict[str, str]:
+    """Environment of every Ray container: the same that `pdserve serve` gives to Ray, with Serve's proxies."""
+    http = config.router.http.model_copy(update={"ingress": "proxy"})
+    router = config.router.model_copy(update={"http": http})
+    return ray_environment(config.model_copy(update={"router": router}))
 
 
 def deletion_delay_s(config: ClusterConfig) -> int:
@@ -108,26 +115,43 @@ def deletion_delay_s(config: ClusterConfig) -> int:
     return math.ceil(max(group.drain_s for group in groups(config).values())) + MARGIN_S
 
 
-def _pool_group(config: ClusterConfig, role: Role, pool: PoolConfig) -> Group:
-    layout, gpus, pods = pool.layout, 0, 1
-    if config.engine.kind == "vllm" and config.engine.device == "gpu":
-        gpus = layout.tp * layout.pp * layout.dp
-        if gpus > NODE_GPUS_MAX:
-            gpus, pods = layout.tp * layout.dp, layout.pp
-        if gpus > NODE_GPUS_MAX:
-            raise ConfigError(
-                f"pools.{role.value}.layout",
-                f"tp {layout.tp} x dp {layout.dp} needs {gpus} GPUs in one pod, a node has at most {NODE_GPUS_MAX}",
-                "lower tp or dp, or split the layers with pp",
-            )
+def _pool_group(config: ClusterConfig, role: Role) -> Group:
+    pool = config.pool(role)
+    on_cpu = config.engine.kind == "simulated" or config.engine.device == "cpu"
+    layout = replica_layout(config, role, on_cpu=on_cpu)
+    if layout.gpus == 0 and pool.accelerator is None:
+        raise ConfigError(
+            f"pools.{role.value}.accelerator",
+            "null: without GPUs nothing keeps one replica to one pod of its own group",
+            f"name a resource, e.g. {role.value}-pod",
+        )
+    asked: dict[str, float] = {}
+    for bundle in layout.bundles:
+        for name, amount in bundle.items():
+            asked[name] = asked.get(name, 0.0) + amount
+    pods = 1
+    if layout.gpus > NODE_GPUS_MAX:
+        pods = pool.layout.pp
+        asked = {name: amount / pods for name, amount in asked.items()}
+    gpus = math.ceil(asked.get("GPU", 0))
+    if gpus > NODE_GPUS_MAX:
+        raise ConfigError(
+            f"pools.{role.value}.layout",
+            f"tp {pool.layout.tp} x dp {pool.layout.dp} needs {gpus} GPUs in one pod, at most {NODE_GPUS_MAX}",
+            "lower tp or dp, or split the layers with pp",
+        )
     return Group(
         name=role.value,
         pods_min=pool.replicas.min * pods,
         pods_max=pool.replicas.max * pods,
-        cpus=max(1, math.ceil(pool.num_cpus)),
+        resources=_resources(asked),
         gpus=gpus,
-        replica_cpus=pool.num_cpus,
         drain_s=pool.drain_s,
         start_s=config.engine.start_timeout_s,
-        accelerator=pool.accelerator,
+        accelerator=pool.accelerator if gpus and pool.accelerator in RAY_ACCELERATOR_TYPES else None,
     )
+
+
+def _resources(asked: Mapping[str, float]) -> dict[str, str]:
+    """Whole units, at least one: Ray's autoscaler counts only those."""
+    return {name: str(max(1, math.ceil(amount))) for name, amount in asked.items()}

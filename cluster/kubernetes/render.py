@@ -9,13 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 from cluster.config import ClusterConfig
-from cluster.kubernetes.groups import ROUTER, Group, deletion_delay_s, groups
+from cluster.kubernetes.groups import ROUTER, Group, deletion_delay_s, environment, groups
 from cluster.kubernetes.serve_config import serve_config_text, to_yaml
 from cluster.messages import Role
 
 BASE_GROUPS = (ROUTER, Role.PREFILL.value, Role.DECODE.value)
 NODE_DRAIN_ENV = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
-PUSH_INTERVAL_ENV = "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S"
 GPU_RESOURCE = "nvidia.com/gpu"
 
 _HEADER = "# Made by `pdserve k8s render {source}`. Edit that file and render again; a test compares the two.\n"
@@ -54,7 +53,7 @@ def _ray_service(config: ClusterConfig, found: dict[str, Group]) -> list[Operati
     operations = [
         _add("/spec/serveConfigV2", serve_config_text(config)),
         _replace("/spec/rayClusterDeletionDelaySeconds", deletion_delay_s(config)),
-        *_variable("/spec/rayClusterConfig/headGroupSpec", 0, PUSH_INTERVAL_ENV, f"{config.autoscaling.interval_s:g}"),
+        *_environment("/spec/rayClusterConfig/headGroupSpec", config),
     ]
     for index, name in enumerate(BASE_GROUPS):
         at = f"/spec/rayClusterConfig/workerGroupSpecs/{index}"
@@ -69,14 +68,16 @@ def _ray_service(config: ClusterConfig, found: dict[str, Group]) -> list[Operati
 
 
 def _group(at: str, group: Group, config: ClusterConfig) -> list[Operation]:
+    env = f"{at}/template/spec/containers/0/env"
     operations = [
         _replace(f"{at}/replicas", group.pods_min),
         _replace(f"{at}/minReplicas", group.pods_min),
         _replace(f"{at}/maxReplicas", group.pods_max),
-        _replace(f"{at}/resources", group.resources),
+        _replace(f"{at}/resources", dict(group.resources)),
         _replace(f"{at}/template/spec/terminationGracePeriodSeconds", group.grace_s),
-        *_variable(at, 0, PUSH_INTERVAL_ENV, f"{config.autoscaling.interval_s:g}"),
-        *_variable(at, 1, NODE_DRAIN_ENV, str(group.node_drain_s)),
+        {"op": "test", "path": f"{env}/0/name", "value": NODE_DRAIN_ENV},
+        _replace(f"{env}/0/value", str(group.node_drain_s)),
+        *_environment(at, config),
     ]
     if group.gpus:
         limits = f"{at}/template/spec/containers/0/resources/limits"
@@ -84,9 +85,9 @@ def _group(at: str, group: Group, config: ClusterConfig) -> list[Operation]:
     return operations
 
 
-def _variable(at: str, position: int, name: str, value: str) -> list[Operation]:
-    env = f"{at}/template/spec/containers/0/env/{position}"
-    return [{"op": "test", "path": f"{env}/name", "value": name}, _replace(f"{env}/value", value)]
+def _environment(at: str, config: ClusterConfig) -> list[Operation]:
+    env = f"{at}/template/spec/containers/0/env"
+    return [_add(f"{env}/-", {"name": name, "value": value}) for name, value in environment(config).items()]
 
 
 def _add(path: str, value: Any) -> Operation:

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from cluster.autoscaling.serve_policy import application_policy
 from cluster.config import ClusterConfig
 
 IMPORT_PATH = "cluster.app:build"
@@ -16,19 +17,21 @@ IMPORT_PATH = "cluster.app:build"
 
 def serve_config(config: ClusterConfig) -> dict[str, Any]:
     """A mapping for Ray's `ServeDeploySchema`."""
+    application: dict[str, Any] = {
+        "name": config.name,
+        "import_path": IMPORT_PATH,
+        "route_prefix": "/",
+        "args": {"config": config.model_dump(mode="json", exclude_unset=True)},
+    }
+    policy = application_policy(config)
+    if policy is not None:
+        application["autoscaling_policy"] = policy
     return {
         # KubeRay sends clients to every ready worker pod, so every one of them needs a proxy.
         "proxy_location": "EveryNode",
         "http_options": {"host": config.router.http.host, "port": config.router.http.port},
         "logging_config": {"encoding": "JSON", "log_level": "INFO"},
-        "applications": [
-            {
-                "name": config.name,
-                "import_path": IMPORT_PATH,
-                "route_prefix": "/",
-                "args": {"config": config.model_dump(mode="json", exclude_unset=True)},
-            }
-        ],
+        "applications": [application],
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,15 @@ def kustomize(folder: Path) -> str:
     done = subprocess.run([find_tool("kubectl"), "kustomize", str(folder)], capture_output=True, text=True)
     assert done.returncode == 0, f"{folder}: {done.stderr}"
     return done.stdout
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _import_ray():
+    """Once, with its own deprecation warnings off: here warnings are errors."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import cluster.app
+        import ray.serve.schema  # noqa: F401
 
 
 @pytest.fixture(scope="session")

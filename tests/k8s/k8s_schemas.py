@@ -25,7 +25,7 @@ class CustomResource:
     """The served and stored version of one CRD."""
 
     def __init__(self, path: Path) -> None:
-        text = gzip.open(path, "rt").read() if path.suffix == ".gz" else path.read_text()
+        text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         crd = yaml.load(text, Loader=yaml.CSafeLoader)
         (version,) = (v for v in crd["spec"]["versions"] if v["storage"])
         self.api_version = f"{crd['spec']['group']}/{version['name']}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import Any
@@ -11,9 +10,9 @@ import yaml
 
 from cluster.config import ClusterConfig, parse
 from cluster.errors import ConfigError
-from cluster.kubernetes.groups import MARGIN_S, Group, deletion_delay_s, groups
+from cluster.kubernetes.groups import MARGIN_S, Group, deletion_delay_s, environment, groups
 from cluster.kubernetes.manifests import Finding, Manifest, Pod, of_kind, quantity, ray_pods, where
-from cluster.kubernetes.render import GPU_RESOURCE, NODE_DRAIN_ENV, PUSH_INTERVAL_ENV
+from cluster.kubernetes.render import GPU_RESOURCE, NODE_DRAIN_ENV
 from cluster.kubernetes.rules.monitoring import TARGET_RECORD, expressions
 from cluster.kubernetes.serve_config import serve_config
 
@@ -40,7 +39,7 @@ def check(manifests: list[Manifest]) -> Iterator[Finding]:
         yield from _groups(service, expected, workers)
         yield from _deletion(service, config)
         for pod in [head, *workers]:
-            yield from _variable(pod, PUSH_INTERVAL_ENV, config.autoscaling.interval_s, "autoscaling.interval_s")
+            yield from _environment(pod, environment(config))
         for pod in workers:
             if pod.group in expected:
                 group = expected[pod.group]
@@ -74,7 +73,7 @@ def _serve_keys(at: str, found: Any, expected: Any, path: str = "") -> Iterator[
         for key in expected:
             if key not in found:
                 yield Finding(at, f"{path}{key} is missing; make it with `pdserve k8s render`")
-            elif key != "config":
+            else:
                 yield from _serve_keys(at, found[key], expected[key], f"{path}{key}.")
     elif isinstance(expected, list) and isinstance(found, list):
         if len(found) != len(expected):
@@ -117,16 +116,10 @@ def _groups(service: Manifest, expected: dict[str, Group], workers: list[Pod]) -
         for key, value in (("minReplicas", group.pods_min), ("maxReplicas", group.pods_max)):
             if spec.get(key) != value:
                 yield Finding(pod.where, f"{key} {spec.get(key)} is not the {value} that the config asks for")
-        if (spec.get("resources") or {}) != group.resources:
-            yield Finding(pod.where, f"resources {spec.get('resources')} are not the config's {group.resources}")
+        if (spec.get("resources") or {}) != dict(group.resources):
+            yield Finding(pod.where, f"resources {spec.get('resources')} are not the config's {dict(group.resources)}")
         if pod.labels.get("pdserve.io/role") != group.name:
             yield Finding(pod.where, f"label pdserve.io/role is {pod.labels.get('pdserve.io/role')}, not {group.name}")
-        per_pod = math.floor(group.cpus / group.replica_cpus + 1e-9) if group.replica_cpus else math.inf
-        if not group.gpus and per_pod != 1:
-            yield Finding(
-                pod.where,
-                f"{per_pod} replicas of {group.replica_cpus:g} CPU fit one pod, it must hold one: set num_cpus to 1",
-            )
 
 
 def _deletion(service: Manifest, config: ClusterConfig) -> Iterator[Finding]:
@@ -138,10 +131,11 @@ def _deletion(service: Manifest, config: ClusterConfig) -> Iterator[Finding]:
         )
 
 
-def _variable(pod: Pod, name: str, expected: float, source: str) -> Iterator[Finding]:
-    value = next((v.get("value") for v in pod.ray.get("env", []) if v["name"] == name), None)
-    if value is None or _number(value) != expected:
-        yield Finding(pod.where, f"env {name} is {value}, expected {expected:g} ({source})")
+def _environment(pod: Pod, expected: dict[str, str]) -> Iterator[Finding]:
+    found = {variable["name"]: variable.get("value") for variable in pod.ray.get("env", [])}
+    for name, value in expected.items():
+        if found.get(name) != value:
+            yield Finding(pod.where, f"env {name} is {found.get(name)}, expected {value}; render again")
 
 
 def _number(value: Any) -> float | None:
