@@ -31,7 +31,10 @@ def deploy_with_policy(config: ClusterConfig, policy: dict[str, Any], timeout_s:
         "args": {"config": config.model_dump(mode="json")},
         "autoscaling_policy": policy,
     }
-    _get_global_client().deploy_apps(ServeDeploySchema.model_validate({"applications": [application]}))
+    client = _get_global_client()
+    if client is None:
+        raise PdserveError("Serve is not running")
+    client.deploy_apps(ServeDeploySchema.model_validate({"applications": [application]}))
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         status = serve.status().applications.get(config.name)
