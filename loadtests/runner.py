@@ -182,7 +182,7 @@ class Runner:
         users: list[asyncio.Task[None]] = []
         for number, stream in enumerate(self._streams):
             assert isinstance(stream.arrivals, Closed)
-            source = w.source(number, seed=w.seed + 100_003 * job.part)
+            source = w.source(number, part=job.part)
             mine = range(job.part, stream.arrivals.users, job.of)
             users += [asyncio.create_task(self._user(number, user, source, numbers, end_s)) for user in mine]
         await self._drain(users, end_s - self.clock() + job.client.drain_s)

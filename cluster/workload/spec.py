@@ -151,13 +151,22 @@ class Workload(Section):
             merged = takewhile(lambda a: a.at_s < end, merged)
         return merged if self.requests is None else islice(merged, self.requests)
 
-    def source(self, index: int = 0, *, seed: int | None = None) -> Source:
-        """The structure of one stream, for a closed loop that asks for the next request when it is ready."""
+    def source(self, index: int = 0, *, seed: int | None = None, part: int = 0) -> Source:
+        """The structure of one stream, for a closed loop that asks for the next request when it is ready.
+
+        Args:
+            part: which of several generators asks. They share system prompts, corpora and files, and nothing else.
+        """
         stream = self.all_streams[index]
         if stream.prompts is None:
             raise ConfigError("trace", "cannot drive a closed loop", "use `prompts`")
         chosen = self.seed if seed is None else seed
-        return _Bounded(stream.prompts.source(Ids(chosen, index), Random(f"{chosen}/{index}/content")), self.bounds)
+        ids, rng = Ids(chosen, index), Random(f"{chosen}/{index}/content")
+        source = stream.prompts.source(ids, rng)
+        if part:
+            ids.branch(part)
+            rng.seed(f"{chosen}/{index}/content/{part}")
+        return _Bounded(source, self.bounds)
 
     def _feed(self, stream: Stream, index: int, seed: int, base: Path | None) -> Iterator[Arrival]:
         times_rng = Random(f"{seed}/{index}/times")

@@ -47,6 +47,10 @@ class Ids:
         self._next += 1
         return self._next
 
+    def branch(self, part: int) -> None:
+        """Continue in a range of `part`'s own: what was drawn so far stays common to all parts of a workload."""
+        self._next = mix64(self._next + part) >> 3
+
 
 def _zipf(n: int, exponent: float) -> list[float]:
     """Cumulative weights of ranks 1..n, weight rank^-exponent."""

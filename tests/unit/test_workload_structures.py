@@ -211,3 +211,17 @@ def test_cut_keeps_the_beginning(a: list, limit: int) -> None:
 def test_namespaces_never_share_blocks() -> None:
     prompt = ((1, 64),)
     assert not set(block_keys(prompt, 16, 1)) & set(block_keys(prompt, 16, 2))
+
+
+@pytest.mark.parametrize("kind", ["chat", "rag", "agent", "batch"])
+def test_parts_of_a_workload_share_the_common_part_and_nothing_else(kind: str) -> None:
+    w = workload(kind)
+
+    def contents(part: int) -> tuple[set[int], set[int]]:
+        source = w.source(part=part)
+        prompts = [source.next(float(i)).prompt for i in range(50)]
+        return {p[0][0] for p in prompts}, {p[-1][0] for p in prompts}
+
+    (first_a, last_a), (first_b, last_b) = contents(0), contents(1)
+    assert first_a == first_b, "the system prompt is one"
+    assert not last_a & last_b, "what users write is not"
