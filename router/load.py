@@ -12,19 +12,20 @@ from dataclasses import dataclass, field
 from cluster.messages import Request, Role, WorkerInfo, WorkerSnapshot, WorkerState
 from cluster.perf.times import StepTimes
 
-VISIBLE_AFTER_S = 0.02
-"""A snapshot that arrives later than this after a leg was started counts that leg (a call to the engine takes about
-a millisecond, a step some more)."""
+STALE = -1.0
+CURVE_TOKENS = 4096
+"""Context over which the slope of a decode step is taken."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Reservation:
     """What one placed request holds on its workers until it ends.
 
     Attributes:
         prefill_s: predicted compute of the uncached prompt on the worker that prefills.
         started_s: when the decode leg was started (placed, on a local path); None before.
-        prefilling: the prefill part is still held.
+        prefilling: the prompt is not computed yet.
+        leased: the prefill engine's blocks are still held.
     """
 
     request: Request
@@ -35,10 +36,11 @@ class Reservation:
     cached_tokens: int
     prefill_blocks: int
     decode_blocks: int
-    context_tokens: int
-    sequences: int
+    context_tokens: float
     started_s: float | None = None
+    prefilled_s: float | None = None
     prefilling: bool = True
+    leased: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +50,8 @@ class WorkerView:
     worker_id: str
     role: Role
     state: WorkerState
-    running: float
-    waiting: float
+    running: int
+    waiting: int
     prefill_backlog_s: float
     kv_used_blocks: int
     kv_total_blocks: int
@@ -59,39 +61,58 @@ class WorkerView:
 
 
 class WorkerLoad:
-    """Mutable load of one engine. Every method is O(own unfinished requests) at most; reads are O(1)."""
+    """Mutable load of one engine. Reads are O(1); a snapshot or an end costs O(own requests it does not show yet).
+
+    Args:
+        visible_after_s: a snapshot that arrives this much later than a leg was started counts that leg.
+    """
 
     __slots__ = (
-        "_curve",
+        "_context_tokens",
         "_fresh_blocks",
         "_fresh_context",
         "_fresh_sequences",
         "_limits",
+        "_local_share",
+        "_local_share_s",
+        "_unseen",
+        "block",
+        "free_blocks",
         "free_s",
+        "free_sequences",
         "index_exact",
         "info",
-        "local_share",
-        "local_share_s",
+        "leases",
+        "name",
         "own",
         "snapshot",
-        "snapshot_s",
         "state",
+        "step_base_s",
+        "step_slope_s",
+        "tightest_tpot_s",
         "times",
+        "times_id",
+        "visible_after_s",
     )
 
-    def __init__(self, info: WorkerInfo, times: StepTimes, now: float) -> None:
-        self.info, self.times = info, times
+    def __init__(self, info: WorkerInfo, times: StepTimes, now: float, visible_after_s: float = 0.0) -> None:
+        self.info, self.times, self.visible_after_s = info, times, visible_after_s
+        self.name, self.block, self.times_id = info.worker_id, info.block_size_tokens, id(times)
         self.state = WorkerState.READY
         self.index_exact = False
         self.snapshot: WorkerSnapshot | None = None
-        self.snapshot_s = now
+        self.own: dict[str, Reservation] = {}
+        self._unseen: dict[str, Reservation] = {}
         self.free_s = now
         """When the prefill work that is known now will be done."""
-        self.own: dict[str, Reservation] = {}
-        self.local_share, self.local_share_s = 0.0, now
-        self._fresh_blocks = self._fresh_sequences = self._fresh_context = 0
+        self.leases = 0
+        """This router's unfinished prompts on this prefill engine that no snapshot shows yet."""
+        self.tightest_tpot_s = float("inf")
+        """The smallest TPOT limit among this router's requests on this decode engine."""
         self._limits: dict[float, int] = {}
-        self._curve: tuple[float, float] | None = None
+        self._local_share, self._local_share_s = 0.0, now
+        self.step_slope_s = 0.0
+        self._recount()
 
     # -- reading ------------------------------------------------------------------------------------------------
 
@@ -101,97 +122,136 @@ class WorkerLoad:
 
     @property
     def sequences(self) -> int:
-        return self._fresh_sequences + (self.snapshot.running + self.snapshot.waiting if self.snapshot else 0)
+        return self.info.max_num_seqs - self.free_sequences
 
     @property
     def used_blocks(self) -> int:
-        return self._fresh_blocks + (self.snapshot.kv_used_blocks if self.snapshot else 0)
+        return self.info.kv_total_blocks - self.free_blocks
 
     @property
-    def context_tokens(self) -> int:
-        used = self.snapshot.kv_used_blocks * self.info.block_size_tokens if self.snapshot else 0
-        return self._fresh_context + used
+    def requests(self) -> int:
+        """Unfinished requests: what balancers that know no more compare."""
+        snapshot = self.snapshot
+        return max(len(self.own), snapshot.running + snapshot.waiting if snapshot else 0)
 
     @property
-    def tightest_tpot_s(self) -> float:
-        """The smallest TPOT limit among this router's requests on this engine; infinity with none."""
-        return min(self._limits, default=float("inf"))
+    def has_local_share(self) -> bool:
+        return self._local_share > 0.0
 
-    def decode_curve(self) -> tuple[float, float]:
-        """(a, b): with one more sequence of c context tokens a decode step is predicted to take a + b * c."""
-        if self._curve is None:
-            batch, context = self.sequences + 1, self.context_tokens
-            base = self.times.step_s((), batch, context)
-            probe = 4096
-            self._curve = base, (self.times.step_s((), batch, context + probe) - base) / probe
-        return self._curve
+    def step_s(self, context_tokens: float) -> float:
+        """One decode step with one more sequence of `context_tokens`."""
+        if self.step_base_s < 0:
+            self.refresh_step()
+        return self.step_base_s + self.step_slope_s * context_tokens
+
+    def refresh_step(self) -> None:
+        """With one more sequence of c tokens a step takes `step_base_s + step_slope_s * c`."""
+        batch, context = self.sequences + 1, self._context_tokens
+        base = self.times.step_s((), batch, context)
+        self.step_slope_s = (self.times.step_s((), batch, context + CURVE_TOKENS) - base) / CURVE_TOKENS
+        self.step_base_s = base
+
+    def local_share(self, now: float, window_s: float, add_s: float = 0.0) -> float:
+        """Fraction of this engine's time that local prefills take, with `add_s` more over `window_s`.
+
+        The share fades out over the window, which is the time a typical request decodes.
+        """
+        share = add_s / window_s
+        if self._local_share:
+            share += self._local_share * max(0.0, 1.0 - (now - self._local_share_s) / window_s)
+        return share
 
     # -- writing ------------------------------------------------------------------------------------------------
 
-    def add_prefill(self, reservation: Reservation, now: float) -> None:
-        self.own[reservation.request.request_id] = reservation
-        self.free_s = max(self.free_s, now) + reservation.prefill_s
+    def add_prefill(self, r: Reservation, now: float) -> None:
+        self.own[r.request.request_id] = self._unseen[r.request.request_id] = r
+        self.free_s = max(self.free_s, now) + r.prefill_s
+        if r.prefill_worker is not None:
+            self.leases += 1
+            self.free_blocks -= r.prefill_blocks
 
-    def end_prefill(self, reservation: Reservation, now: float, *, done: bool) -> None:
+    def end_prefill(self, r: Reservation, now: float, *, done: bool) -> None:
         """The prompt was computed (`done`) or will not be: its work no longer delays others."""
         if not done:
-            self.free_s = max(now, self.free_s - reservation.prefill_s)
+            self.free_s = max(now, self.free_s - r.prefill_s)
         elif self.snapshot is None:
-            # Own work is all there is, and this request was the oldest of it.
-            rest = sum(r.prefill_s for r in self.own.values() if r.prefilling and r is not reservation)
+            # Own work is all there is to know, and this request was the oldest of it.
+            rest = sum(o.prefill_s for o in self.own.values() if o.prefilling and o is not r)
             self.free_s = min(self.free_s, now + rest)
 
-    def add_decode(self, reservation: Reservation) -> None:
-        self.own[reservation.request.request_id] = reservation
-        self._count(reservation, 1)
-        limit = reservation.request.slo.tpot_s
-        self._limits[limit] = self._limits.get(limit, 0) + 1
+    def end_lease(self, r: Reservation) -> None:
+        """The prefill side of a split request is over."""
+        self._forget(r)
 
-    def end(self, reservation: Reservation, *, decode: bool) -> None:
-        if self.own.pop(reservation.request.request_id, None) is None:
-            return
-        if decode:
-            self._recount()
-            limit = reservation.request.slo.tpot_s
-            left = self._limits[limit] - 1
-            if left:
-                self._limits[limit] = left
-            else:
-                del self._limits[limit]
+    def add_decode(self, r: Reservation) -> None:
+        self.own[r.request.request_id] = self._unseen[r.request.request_id] = r
+        self._fresh_sequences += r.request.n
+        self._fresh_blocks += r.decode_blocks
+        self._fresh_context += r.context_tokens
+        self._settle()
+        limit = r.request.slo.tpot_s
+        self._limits[limit] = self._limits.get(limit, 0) + 1
+        self.tightest_tpot_s = min(self.tightest_tpot_s, limit)
+
+    def end_decode(self, r: Reservation) -> None:
+        self._forget(r)
+        limit = r.request.slo.tpot_s
+        left = self._limits.get(limit, 0) - 1
+        if left > 0:
+            self._limits[limit] = left
+        else:
+            self._limits.pop(limit, None)
+            self.tightest_tpot_s = min(self._limits, default=float("inf"))
+
+    def add_local_prefill(self, now: float, window_s: float, work_s: float) -> None:
+        self._local_share, self._local_share_s = self.local_share(now, window_s, work_s), now
 
     def on_snapshot(self, snapshot: WorkerSnapshot, now: float, queued_s: float) -> None:
         """`queued_s` is the time the engine needs for `snapshot.queued_prefill_tokens`."""
-        self.snapshot, self.snapshot_s, self.state = snapshot, now, snapshot.state
-        fresh = sum(r.prefill_s for r in self.own.values() if r.prefilling and self._unseen(r.placed_s))
-        self.free_s = now + queued_s + fresh
+        self.snapshot, self.state = snapshot, snapshot.state
+        if self._unseen:
+            me, visible = self.info.worker_id, now - self.visible_after_s
+            for request_id, r in list(self._unseen.items()):
+                since = r.started_s if r.decode_worker == me else r.placed_s
+                if since is not None and since <= visible:
+                    del self._unseen[request_id]
+        self.free_s = now + queued_s + sum(r.prefill_s for r in self._unseen.values() if self._prefills(r))
         self._recount()
 
-    def share_of_local_prefill(self, now: float, window_s: float, add_s: float = 0.0) -> float:
-        """Fraction of this decode engine's time that local prefills take, with `add_s` more over `window_s`."""
-        elapsed = max(0.0, now - self.local_share_s)
-        decayed = self.local_share * max(0.0, 1.0 - elapsed / window_s)
-        return min(0.95, decayed + add_s / window_s)
+    def _prefills(self, r: Reservation) -> bool:
+        return r.prefilling and (r.prefill_worker or r.decode_worker) == self.info.worker_id
 
-    def add_local_prefill(self, now: float, window_s: float, work_s: float) -> None:
-        self.local_share = self.share_of_local_prefill(now, window_s, work_s)
-        self.local_share_s = now
-
-    def _unseen(self, since_s: float | None) -> bool:
-        return self.snapshot is None or since_s is None or since_s + VISIBLE_AFTER_S > self.snapshot_s
-
-    def _count(self, r: Reservation, sign: int) -> None:
-        self._fresh_blocks += sign * r.decode_blocks
-        self._fresh_sequences += sign * r.sequences
-        self._fresh_context += sign * r.context_tokens
-        self._curve = None
+    def _forget(self, r: Reservation) -> None:
+        self.own.pop(r.request.request_id, None)
+        if self._unseen.pop(r.request.request_id, None) is not None:
+            self._recount()
 
     def _recount(self) -> None:
-        self._fresh_blocks = self._fresh_sequences = self._fresh_context = 0
-        self._curve = None
-        me = self.info.worker_id
-        for r in self.own.values():
-            if r.decode_worker == me and self._unseen(r.started_s):
-                self._count(r, 1)
+        """Sum up what no snapshot shows yet."""
+        blocks = sequences = leases = 0
+        context = 0.0
+        for r in self._unseen.values():
+            if r.decode_worker == self.name:
+                blocks += r.decode_blocks
+                sequences += r.request.n
+                context += r.context_tokens
+            else:
+                leases += 1
+                blocks += r.prefill_blocks
+        self._fresh_blocks, self._fresh_sequences, self._fresh_context, self.leases = blocks, sequences, context, leases
+        self._settle()
+
+    def _settle(self) -> None:
+        """Bring what decisions read up to date; the step curve only when a decision asks for it."""
+        sequences, used, context = self._fresh_sequences, self._fresh_blocks, self._fresh_context
+        if self.snapshot is not None:
+            sequences += self.snapshot.running + self.snapshot.waiting
+            used += self.snapshot.kv_used_blocks
+            context += self.snapshot.kv_used_blocks * self.block
+        self.free_sequences = self.info.max_num_seqs - sequences
+        self.free_blocks = self.info.kv_total_blocks - used
+        self._context_tokens = int(context)
+        self.step_base_s = STALE
 
 
 @dataclass(slots=True)

@@ -1,14 +1,8 @@
 """Where a request runs: the pair of engines with the least predicted time to first token that keeps TPOT in the SLO.
 
-For a prefill engine p, a decode engine d and a prompt whose first m_p tokens p holds (m_d: d):
-
-    split   TTFT = backlog_p + prefill_p(prompt - m_p) + transfer(bytes beyond m_d) + step_d
-    local   TTFT = backlog_d + prefill_d(prompt - m_d, between d's decode steps)
-    TPOT  = step_d(batch + 1, context + prompt) / (1 - share of d's time that goes to local prefills)
-
-Split is a sum of a term of p and a term of d, so choosing a pair costs one pass over each pool. Affinity is not a
-separate goal: a matched block is work that is not done, so a hot prefix moves to a second engine as soon as its queue
-costs more than computing it again. Equal candidates are drawn at random.
+The formula is in router/cost.py. Affinity is not a separate goal: a matched block is work that is not done, so a hot
+prefix moves to a second engine as soon as its queue costs more than computing it again. Equal candidates are drawn at
+random.
 
 A decode engine prefills by itself where that is faster, every step that holds a chunk of it stays inside the tightest
 TPOT limit on that engine, and so does the mean. Both bounds come from the cost model; there is no token threshold.
@@ -18,10 +12,10 @@ TPOT limit on that engine, and so does the mean. Both bounds come from the cost 
 
 from __future__ import annotations
 
+import math
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
 
 from cluster.config import PlacementConfig
 from cluster.messages import (
@@ -36,26 +30,16 @@ from cluster.messages import (
     WorkerState,
 )
 from cluster.perf.times import StepTimes
-from router.load import Mean, Reservation, WorkerLoad, WorkerView
+from router.approximate import ApproximateCache
+from router.cost import SHORTEST_WINDOW_S, Choice, CostModel, Question, decode_blocks, prefill_s
+from router.load import Reservation, WorkerLoad, WorkerView
+from router.policies import Baseline, baseline
 from router.prefix_index import PrefixIndex
 
 TimesOf = Callable[[WorkerInfo], StepTimes]
-TIE_FRACTION = 0.02
-TIE_S = 0.5e-3
-T = TypeVar("T", bound=tuple[Any, ...])
 
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """A decision before it is reserved."""
-
-    path: Path
-    decode: WorkerLoad
-    prefill: WorkerLoad | None
-    ttft_s: float
-    tpot_s: float
-    cached_tokens: int
-    prefill_s: float
+VISIBLE_AFTER_S = 0.02
+"""A call to an engine takes about a millisecond, the step that admits it some more."""
 
 
 class Placer:
@@ -66,9 +50,10 @@ class Placer:
         times_of: what a step costs on a given worker; asked once, when the worker is added.
         index: blocks that the engines hold; the event decoder writes it, the placer reads it.
         colocated: there is no prefill pool; the decode workers do both phases.
-        lease_headroom: share of a prefill engine's KV that prompts waiting to be pulled may not take.
+        lease_headroom: share of a prefill engine's KV that prompts waiting to be pulled should leave free.
         retry_after_s: what a rejected client is told where no better figure is predicted.
         key_block_tokens: tokens per key in `Request.block_keys`; default: the smallest block of any worker.
+        visible_after_s: a snapshot that arrives this much later than a leg's start counts it (0 in simulation).
     """
 
     def __init__(
@@ -81,15 +66,21 @@ class Placer:
         lease_headroom: float = 0.1,
         retry_after_s: float = 1.0,
         key_block_tokens: int | None = None,
+        visible_after_s: float = VISIBLE_AFTER_S,
     ) -> None:
         self.config, self.index, self.colocated = config, index, colocated
         self._times_of = times_of
-        self._lease_headroom, self._retry_after_s = lease_headroom, retry_after_s
-        self._key_block_tokens = key_block_tokens
+        self.model = CostModel(lease_headroom)
+        self._retry_after_s = retry_after_s
+        self._key_block_tokens, self._visible_after_s = key_block_tokens, visible_after_s
         self._pools: dict[Role, dict[str, WorkerLoad]] = {Role.PREFILL: {}, Role.DECODE: {}}
+        self._ready: dict[Role, list[WorkerLoad] | None] = dict.fromkeys(Role)
         self._reservations: dict[str, Reservation] = {}
         self._pending: dict[int, dict[str, tuple[int, ...]]] = {}
-        self.output_tokens = Mean(200.0)
+        self._approximate: dict[str, ApproximateCache] = {}
+        self._exact: set[str] = set()
+        self._baseline: Baseline | None = baseline(config.policy)
+        self.paths: Counter[Path] = Counter()
         self.predicted_cached_tokens = self.actual_cached_tokens = 0
 
     # -- workers ------------------------------------------------------------------------------------------------
@@ -97,34 +88,62 @@ class Placer:
     @property
     def key_block_tokens(self) -> int:
         """Tokens per block key: hash prompts with this block size."""
-        if self._key_block_tokens is not None:
-            return self._key_block_tokens
-        sizes = [w.info.block_size_tokens for pool in self._pools.values() for w in pool.values()]
-        return min(sizes, default=16)
+        if self._key_block_tokens is None:
+            sizes = [w.info.block_size_tokens for pool in self._pools.values() for w in pool.values()]
+            if not sizes:
+                return 16
+            self._key_block_tokens = min(sizes)
+        return self._key_block_tokens
 
     def add_worker(self, info: WorkerInfo, now: float) -> None:
         """A worker is ready. One with a known id and a new incarnation replaces the old one and starts empty."""
-        old = self._find(info.worker_id)
+        old = self.find(info.worker_id)
         if old is not None:
             if old.info.incarnation == info.incarnation:
                 return
             self.remove_worker(info.worker_id, now)
-        self._pools[info.role][info.worker_id] = WorkerLoad(info, self._times_of(info), now)
+        worker = WorkerLoad(info, self._times_of(info), now, self._visible_after_s)
+        worker.index_exact = info.worker_id in self._exact
+        self._pools[info.role][info.worker_id] = worker
+        self._ready = dict.fromkeys(Role)
 
     def remove_worker(self, worker_id: str, now: float) -> None:  # noqa: ARG002 - every event carries its time
         """A worker died or left. It is chosen no more and the index forgets its blocks; unknown ids are ignored."""
         for pool in self._pools.values():
             pool.pop(worker_id, None)
+        self._ready = dict.fromkeys(Role)
+        self._approximate.pop(worker_id, None)
         self.index.clear(worker_id)
         for holders in self._pending.values():
             holders.pop(worker_id, None)
 
     def on_snapshot(self, snapshot: WorkerSnapshot, now: float) -> None:
-        worker = self._find(snapshot.worker_id)
+        worker = self.find(snapshot.worker_id)
         if worker is None or worker.info.incarnation != snapshot.incarnation:
             return
+        if snapshot.state is not worker.state:
+            self._ready = dict.fromkeys(Role)
         queued = snapshot.queued_prefill_tokens
-        worker.on_snapshot(snapshot, now, self._prefill_s(worker, queued, 0) if queued else 0.0)
+        worker.on_snapshot(snapshot, now, prefill_s(worker, queued, 0) if queued else 0.0)
+
+    def set_index_exact(self, worker_id: str, exact: bool) -> None:
+        """Whether the index follows this worker's KV events completely. Until told so, it is guessed from placements.
+
+        Going from guessed to exact drops the guesses: call it before the first event is applied.
+        """
+        if exact:
+            self._exact.add(worker_id)
+            guessed = self._approximate.pop(worker_id, None)
+            if guessed is not None:
+                guessed.clear()
+        else:
+            self._exact.discard(worker_id)
+        worker = self.find(worker_id)
+        if worker is not None:
+            worker.index_exact = exact
+
+    def pool(self, role: Role) -> Sequence[WorkerLoad]:
+        return list(self._pools[role].values())
 
     def workers(self, role: Role, now: float) -> list[WorkerView]:
         return [
@@ -143,6 +162,9 @@ class Placer:
             )
             for w in self._pools[role].values()
         ]
+
+    def find(self, worker_id: str) -> WorkerLoad | None:
+        return self._pools[Role.DECODE].get(worker_id) or self._pools[Role.PREFILL].get(worker_id)
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -163,10 +185,12 @@ class Placer:
         """
         if request.request_id in self._reservations:
             self.on_end(request.request_id, now)
-        choice = self.choose(request, now, rng, exclude=exclude, local_only=local_only)
+        question = self.question(request)
+        choice = self._choose(question, now, rng, exclude, local_only)
         if isinstance(choice, Rejection):
             return choice
-        self._reserve(request, choice, now)
+        self._reserve(question, choice, now)
+        self.paths[choice.path] += 1
         return Placement(
             path=choice.path,
             decode=choice.decode.info.worker_id,
@@ -175,50 +199,6 @@ class Placer:
             predicted_tpot_s=choice.tpot_s,
             predicted_cached_tokens=choice.cached_tokens,
         )
-
-    def on_prefilled(self, request_id: str, now: float, cached_tokens: int) -> None:
-        """The ticket is here: the prefill engine's time is free again, the decode leg starts."""
-        r = self._reservations.get(request_id)
-        if r is None or not r.prefilling:
-            return
-        self.predicted_cached_tokens += r.cached_tokens
-        self.actual_cached_tokens += cached_tokens
-        self._end_prefill(r, now, done=True)
-        r.started_s = now
-
-    def on_first_token(self, request_id: str, now: float) -> None:
-        """The prompt is computed (local) or pulled (split): the prefill engine holds nothing more for it."""
-        r = self._reservations.get(request_id)
-        if r is None:
-            return
-        if r.prefilling:
-            self._end_prefill(r, now, done=True)
-            r.started_s = now if r.started_s is None else r.started_s
-        if r.prefill_worker is not None and (worker := self._find(r.prefill_worker)) is not None:
-            worker.end(r, decode=False)
-
-    def on_end(self, request_id: str, now: float) -> None:
-        """The request, or this attempt at it, is over. Releases everything; idempotent."""
-        r = self._reservations.pop(request_id, None)
-        if r is None:
-            return
-        if r.prefilling:
-            self._end_prefill(r, now, done=False)
-        if r.prefill_worker is not None and (worker := self._find(r.prefill_worker)) is not None:
-            worker.end(r, decode=False)
-        if (worker := self._find(r.decode_worker)) is not None:
-            worker.end(r, decode=True)
-
-    def observe(self, record: RequestRecord) -> None:
-        """Learn from a finished request."""
-        if record.output_tokens:
-            self.output_tokens.add(record.output_tokens)
-
-    @property
-    def reserved(self) -> int:
-        return len(self._reservations)
-
-    # -- choosing -----------------------------------------------------------------------------------------------
 
     def choose(
         self,
@@ -229,11 +209,85 @@ class Placer:
         exclude: frozenset[str] = frozenset(),
         local_only: bool = False,
     ) -> Choice | Rejection:
-        """`place` without the reservation."""
-        decodes = self._ready(Role.DECODE, exclude)
+        """What `place` would choose, without the reservation: a prediction for admission, shadow scoring and tests."""
+        return self._choose(self.question(request), now, rng, exclude, local_only)
+
+    def on_prefilled(self, request_id: str, now: float, cached_tokens: int) -> None:
+        """The ticket is here: the prefill engine's time is free again, the decode leg starts."""
+        r = self._reservations.get(request_id)
+        if r is None or not r.prefilling:
+            return
+        self._end_prefill(r, now, done=True)
+        self._learn_cached(r, r.prefill_worker or r.decode_worker, cached_tokens)
+        r.started_s = r.prefilled_s = now
+
+    def on_first_token(self, request_id: str, now: float) -> None:
+        """The prompt is computed (local) or pulled (split): the prefill engine holds nothing more for it."""
+        r = self._reservations.get(request_id)
+        if r is None:
+            return
+        if r.prefilling:
+            self._end_prefill(r, now, done=True)
+            self._remember(r.decode_worker, r.request.block_keys)
+            r.started_s = now if r.started_s is None else r.started_s
+        if r.leased and r.prefill_worker is not None:
+            self._remember(r.decode_worker, r.request.block_keys)
+            if r.prefilled_s is not None:
+                self.model.hold_s.add(now - r.prefilled_s)
+            self._end_lease(r)
+
+    def on_end(self, request_id: str, now: float) -> None:
+        """The request, or this attempt at it, is over. Releases everything; idempotent."""
+        r = self._reservations.pop(request_id, None)
+        if r is None:
+            return
+        if r.prefilling:
+            self._end_prefill(r, now, done=False)
+        self._end_lease(r)
+        if (worker := self.find(r.decode_worker)) is not None and worker.own.get(request_id) is r:
+            worker.end_decode(r)
+
+    def observe(self, record: RequestRecord) -> None:
+        """Learn from a finished request: output lengths, and how far from the model transfers over a distance are."""
+        self.model.observe(record, self.find(record.prefill_worker or ""), self.find(record.decode_worker or ""))
+
+    @property
+    def reserved(self) -> int:
+        return len(self._reservations)
+
+    def decode_wait_s(self, request: Request) -> float:
+        """The least predicted wait for room on a ready decode engine; infinite if none is ready or large enough."""
+        question = self.question(request)
+        return min(
+            (self.model.room_s(d, question) for d in self._candidates(Role.DECODE, frozenset())), default=math.inf
+        )
+
+    # -- choosing -----------------------------------------------------------------------------------------------
+
+    def question(self, request: Request) -> Question:
+        """Look a prompt up once."""
+        keys = request.block_keys
+        if not keys:
+            return self.model.question(request, {}, {})
+        block = self.key_block_tokens
+        most = (request.prompt_tokens - 1) // block  # an engine always computes the last token
+        matched: dict[str, int] = {}
+        for mask, depth in self.index.match_masks(keys):
+            matched.update(dict.fromkeys(self.index.names_of(mask), min(depth, most) * block))
+        pending = {}
+        for worker_id, other in self._pending.get(keys[0], {}).items():
+            held = matched.get(worker_id, 0) // block
+            if held < most and held < len(other) and keys[held] == other[held]:
+                pending[worker_id] = min(_common(keys, other, held), most) * block
+        return self.model.question(request, matched, pending)
+
+    def _choose(
+        self, q: Question, now: float, rng: random.Random, exclude: frozenset[str], local_only: bool
+    ) -> Choice | Rejection:
+        decodes = self._candidates(Role.DECODE, exclude)
         if not decodes:
             return Rejection(503, "no decode worker is ready", self._retry_after_s)
-        prefills = [] if self.colocated or local_only else self._ready(Role.PREFILL, exclude)
+        prefills = [] if self.colocated or local_only else self._candidates(Role.PREFILL, exclude)
         forced: Path | None = None
         if self.colocated:
             forced = Path.COLOCATED
@@ -243,152 +297,31 @@ class Placer:
             if self.config.no_prefill_worker == "fail":
                 return Rejection(503, "no prefill worker is ready", self._retry_after_s)
             forced = Path.LOCAL_NO_PREFILL
-        matched = self._matched_tokens(request)
-        roomy = [d for d in decodes if self._has_room(d, request, matched)]
-        if not roomy:
-            return Rejection(503, "no decode worker has KV room", self._retry_after_s)
-        local = self._local(request, roomy, matched, now, rng, forced)
-        if forced is not None or not prefills:
-            assert local is not None
-            return local
-        split = self._split(request, prefills, roomy, matched, now, rng)
-        if local is not None and local.ttft_s < split.ttft_s and local.tpot_s <= request.slo.tpot_s:
-            return local
-        return split
+        if self._baseline is not None:
+            d = self._baseline.decode(decodes, q.request, rng)
+            p = self._baseline.prefill(prefills, q.request, rng) if forced is None else None
+            return self.model.predict(q, p, d, now, forced or Path.SPLIT)
+        local = None
+        if forced is not None or self.config.conditional:
+            local = self.model.local(q, decodes, now, rng, forced)
+        split = self.model.split(q, prefills, decodes, now, rng) if forced is None else None
+        if split is not None and local is not None:
+            return local if local.ttft_s < split.ttft_s else split
+        return split or local or self._too_large(q)
 
-    def _split(
-        self,
-        request: Request,
-        prefills: Sequence[WorkerLoad],
-        decodes: Sequence[WorkerLoad],
-        matched: dict[str, int],
-        now: float,
-        rng: random.Random,
-    ) -> Choice:
-        pending = self._pending_tokens(request)
-        memo: dict[tuple[int, int], float] = {}
-        costs = []
-        for p in prefills:
-            cached = max(matched.get(p.info.worker_id, 0), pending.get(p.info.worker_id, 0))
-            key = (id(p.times), cached)
-            work = memo.get(key)
-            if work is None:
-                work = memo[key] = self._prefill_s(p, request.prompt_tokens - cached, cached)
-            costs.append((p.backlog_s(now) + work, work, p, cached))
-        ready_s, work, p, cached = _draw(costs, rng)
-        context = request.prompt_tokens + int(self._expected_output(request) / 2)
-        candidates = []
-        for d in decodes:
-            missing = max(0, request.prompt_tokens - matched.get(d.info.worker_id, 0))
-            transfer = d.times.transfer_s(missing * d.info.kv_bytes_per_token)
-            tpot = self._tpot_s(d, context, now)
-            candidates.append((ready_s + transfer + tpot, tpot, d))
-        inside = [c for c in candidates if c[1] <= min(request.slo.tpot_s, c[2].tightest_tpot_s)]
-        ttft, tpot, d = _draw(inside, rng) if inside else min(candidates, key=lambda c: (c[1], rng.random()))
-        return Choice(Path.SPLIT, d, p, ttft, tpot, cached, work)
+    def _too_large(self, q: Question) -> Rejection:
+        return Rejection(400, f"{q.request.prompt_tokens} prompt tokens do not fit the KV cache of any decode worker")
 
-    def _local(
-        self,
-        request: Request,
-        decodes: Sequence[WorkerLoad],
-        matched: dict[str, int],
-        now: float,
-        rng: random.Random,
-        forced: Path | None,
-    ) -> Choice | None:
-        if forced is None and not self.config.conditional:
-            return None
-        context = request.prompt_tokens + int(self._expected_output(request) / 2)
-        pending = self._pending_tokens(request)
-        candidates = []
-        for d in decodes:
-            cached = max(matched.get(d.info.worker_id, 0), pending.get(d.info.worker_id, 0))
-            step = self._tpot_s(d, context, now)
-            work = self._prefill_s(d, request.prompt_tokens - cached, cached)
-            chunks = -(-(request.prompt_tokens - cached) // d.info.max_num_batched_tokens)
-            limit = min(request.slo.tpot_s, d.tightest_tpot_s)
-            if forced is None and work / chunks + step > limit:
-                continue
-            window = self._window_s(request, step)
-            tpot = step / (1.0 - d.share_of_local_prefill(now, window, work))
-            ttft = d.backlog_s(now) + work + chunks * step
-            candidates.append((ttft, tpot, d, cached, work, tpot <= limit))
-        inside = [c for c in candidates if c[5]]
-        if not inside and (forced is None or not candidates):
-            return None
-        ttft, tpot, d, cached, work, _ = (
-            _draw(inside, rng) if inside else min(candidates, key=lambda c: (c[1], rng.random()))
-        )
-        path = forced or (Path.LOCAL_CACHED if cached >= request.prompt_tokens - cached else Path.LOCAL_SHORT)
-        return Choice(path, d, None, ttft, tpot, cached, work)
-
-    # -- predictions --------------------------------------------------------------------------------------------
-
-    def _prefill_s(self, worker: WorkerLoad, new: int, context: int) -> float:
-        """Seconds to compute `new` prompt tokens after `context` cached ones, in chunks of the engine's budget."""
-        if new <= 0:
-            return 0.0
-        budget = worker.info.max_num_batched_tokens
-        full, rest = divmod(new, budget)
-        total = 0.0
-        if full:
-            # Attention makes chunks linearly slower as the context grows: first and last give the mean.
-            first = worker.times.step_s(((budget, context),), 0, 0)
-            last = worker.times.step_s(((budget, context + (full - 1) * budget),), 0, 0) if full > 1 else first
-            total = full * (first + last) / 2
-        if rest:
-            total += worker.times.step_s(((rest, context + full * budget),), 0, 0)
-        return total
-
-    def _tpot_s(self, d: WorkerLoad, context: int, now: float) -> float:
-        base, slope = d.decode_curve()
-        step = base + slope * context
-        if d.local_share:
-            step /= 1.0 - d.share_of_local_prefill(now, max(1e-3, self.output_tokens.value * step))
-        return step
-
-    def _window_s(self, request: Request, step_s: float) -> float:
-        return max(1e-3, self._expected_output(request) * step_s)
-
-    def _expected_output(self, request: Request) -> float:
-        return min(self.output_tokens.value, request.max_output_tokens)
-
-    def _has_room(self, d: WorkerLoad, request: Request, matched: dict[str, int]) -> bool:
-        if d.sequences and d.sequences + request.n > d.info.max_num_seqs:
-            return False
-        return d.used_blocks + self._decode_blocks(d, request, matched) <= d.info.kv_total_blocks
-
-    def _decode_blocks(self, d: WorkerLoad, request: Request, matched: dict[str, int]) -> int:
-        block = d.info.block_size_tokens
-        tokens = request.prompt_tokens + request.n * int(self._expected_output(request))
-        return max(0, -(-tokens // block) - matched.get(d.info.worker_id, 0) // block)
-
-    def _matched_tokens(self, request: Request) -> dict[str, int]:
-        block = self.key_block_tokens
-        most = (request.prompt_tokens - 1) // block  # an engine always computes the last token
-        return {w: min(m, most) * block for w, m in self.index.longest_match(request.block_keys).items()}
-
-    def _pending_tokens(self, request: Request) -> dict[str, int]:
-        """Prefixes that are being computed now: the engine will hold them by the time this request is scheduled."""
-        keys = request.block_keys
-        holders = self._pending.get(keys[0]) if keys else None
-        if not holders:
-            return {}
-        block = self.key_block_tokens
-        most = (request.prompt_tokens - 1) // block
-        return {w: min(_common(keys, other), most) * block for w, other in holders.items()}
+    def _candidates(self, role: Role, exclude: frozenset[str]) -> list[WorkerLoad]:
+        ready = self._ready[role]
+        if ready is None:
+            ready = self._ready[role] = [w for w in self._pools[role].values() if w.state is WorkerState.READY]
+        return [w for w in ready if w.name not in exclude] if exclude else ready
 
     # -- bookkeeping --------------------------------------------------------------------------------------------
 
-    def _find(self, worker_id: str) -> WorkerLoad | None:
-        return self._pools[Role.DECODE].get(worker_id) or self._pools[Role.PREFILL].get(worker_id)
-
-    def _ready(self, role: Role, exclude: frozenset[str]) -> list[WorkerLoad]:
-        return [w for i, w in self._pools[role].items() if w.state is WorkerState.READY and i not in exclude]
-
-    def _reserve(self, request: Request, choice: Choice, now: float) -> None:
-        d, p = choice.decode, choice.prefill
-        matched = self._matched_tokens(request)
+    def _reserve(self, q: Question, choice: Choice, now: float) -> None:
+        d, p, request = choice.decode, choice.prefill, q.request
         r = Reservation(
             request=request,
             prefill_worker=p.info.worker_id if p else None,
@@ -397,9 +330,8 @@ class Placer:
             prefill_s=choice.prefill_s,
             cached_tokens=choice.cached_tokens,
             prefill_blocks=-(-request.prompt_tokens // p.info.block_size_tokens) if p else 0,
-            decode_blocks=self._decode_blocks(d, request, matched),
-            context_tokens=request.prompt_tokens + int(self._expected_output(request) / 2),
-            sequences=request.n,
+            decode_blocks=decode_blocks(d, request, q.output_tokens, q.matched.get(d.name, 0)),
+            context_tokens=q.context_tokens,
             started_s=None if p else now,
         )
         self._reservations[request.request_id] = r
@@ -407,15 +339,17 @@ class Placer:
         worker.add_prefill(r, now)
         d.add_decode(r)
         if p is None:
-            d.add_local_prefill(now, self._window_s(request, choice.tpot_s), choice.prefill_s)
+            d.add_local_prefill(now, max(SHORTEST_WINDOW_S, q.output_tokens * choice.tpot_s), choice.prefill_s)
         if request.block_keys:
             self._pending.setdefault(request.block_keys[0], {})[worker.info.worker_id] = request.block_keys
+        if self._baseline is not None:
+            self._baseline.placed(request, p, d)
 
     def _end_prefill(self, r: Reservation, now: float, *, done: bool) -> None:
         r.prefilling = False
         worker_id = r.prefill_worker or r.decode_worker
-        worker = self._find(worker_id)
-        if worker is not None and r.request.request_id in worker.own:
+        worker = self.find(worker_id)
+        if worker is not None and worker.own.get(r.request.request_id) is r:
             worker.end_prefill(r, now, done=done)
         keys = r.request.block_keys
         if keys:
@@ -425,21 +359,40 @@ class Placer:
             if not holders:
                 self._pending.pop(keys[0], None)
 
+    def _end_lease(self, r: Reservation) -> None:
+        if r.leased and r.prefill_worker is not None:
+            worker = self.find(r.prefill_worker)
+            if worker is not None and worker.own.get(r.request.request_id) is r:
+                worker.end_lease(r)
+        r.leased = False
 
-def _draw(costs: list[T], rng: random.Random) -> T:
-    best = min(costs, key=_first)[0]
-    limit = best + max(TIE_S, TIE_FRACTION * best)
-    ties = [c for c in costs if c[0] <= limit]
-    return ties[0] if len(ties) == 1 else ties[int(rng.random() * len(ties))]
+    def _learn_cached(self, r: Reservation, worker_id: str, cached_tokens: int) -> None:
+        """Compare a prediction with the engine's own count; where the index is guessed, correct it."""
+        self.predicted_cached_tokens += r.cached_tokens
+        self.actual_cached_tokens += cached_tokens
+        worker, keys = self.find(worker_id), r.request.block_keys
+        if worker is None or worker.index_exact or not keys:
+            return
+        held = cached_tokens // self.key_block_tokens
+        guess = self._approximate.get(worker_id)
+        if guess is not None and cached_tokens < r.cached_tokens:
+            guess.missed(keys[held : r.cached_tokens // self.key_block_tokens])
+        self._remember(worker_id, keys)
+
+    def _remember(self, worker_id: str, keys: tuple[int, ...]) -> None:
+        worker = self.find(worker_id)
+        if worker is None or worker.index_exact or not keys:
+            return
+        guess = self._approximate.get(worker_id)
+        if guess is None:
+            capacity = worker.info.kv_total_blocks * worker.info.block_size_tokens // self.key_block_tokens
+            guess = self._approximate[worker_id] = ApproximateCache(worker_id, self.index, capacity)
+        guess.sent(keys)
 
 
-def _first(cost: tuple[Any, ...]) -> Any:
-    return cost[0]
-
-
-def _common(a: tuple[int, ...], b: tuple[int, ...]) -> int:
-    """Length of the common start of two key chains: keys are chained, so equality is monotone."""
-    lo, hi = 0, min(len(a), len(b))
+def _common(a: tuple[int, ...], b: tuple[int, ...], known: int) -> int:
+    """Length of the common start of two key chains of which `known` keys agree: chained, so equality is monotone."""
+    lo, hi = known, min(len(a), len(b))
     while lo < hi:
         mid = (lo + hi) // 2
         if a[mid] == b[mid]:

@@ -27,6 +27,7 @@ __all__ = ["IndexStats", "PrefixIndex", "block_keys", "extend_keys", "namespace"
 
 _PLANE_BITS = 64
 _ROOT = 0
+MASKS_KEPT = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,7 @@ class PrefixIndex:
         self._free: list[int] = []
         self._lanes: dict[str, int] = {}
         self._names: list[str | None] = []
+        self._names_of: dict[int, tuple[str, ...]] = {}
         self._held: list[int] = []
         self._holes: dict[int, set[int]] = {}
         self._holey = 0
@@ -140,6 +142,7 @@ class PrefixIndex:
         if lane is None:
             return
         self._names[lane] = None
+        self._names_of.clear()
         self._holes.pop(lane, None)
         self._holey &= ~(1 << lane)
         self._held[lane] = 0
@@ -155,19 +158,23 @@ class PrefixIndex:
 
     def longest_match(self, keys: Sequence[int]) -> dict[str, int]:
         """Blocks from the prompt's start that each worker holds without a gap; workers with none are absent."""
-        names = self._names
         matches: dict[str, int] = {}
         for mask, depth in self.match_masks(keys):
-            while mask:
-                low = mask & -mask
-                name = names[low.bit_length() - 1]
-                if name is not None:
-                    matches[name] = depth
-                mask ^= low
+            matches.update(dict.fromkeys(self.names_of(mask), depth))
         return matches
 
+    def names_of(self, mask: int) -> tuple[str, ...]:
+        """The workers of a mask. Masks recur, so the answers are kept."""
+        names = self._names_of.get(mask)
+        if names is None:
+            if len(self._names_of) >= MASKS_KEPT:
+                self._names_of.clear()
+            names = tuple(name for i, name in enumerate(self._names) if mask >> i & 1 and name is not None)
+            self._names_of[mask] = names
+        return names
+
     def match_masks(self, keys: Sequence[int]) -> list[tuple[int, int]]:
-        """The same as (mask of lanes, blocks), one pair a distinct depth; see `lane`."""
+        """The same as (mask, blocks) for each distinct depth; `names_of` tells the workers of a mask."""
         if not keys:
             return []
         first = self._rows.get(keys[0])
@@ -196,10 +203,6 @@ class PrefixIndex:
                 lo = mid
             found.append((mask, hi))
         return self._verified(keys, found) if self._holey else found
-
-    def lane(self, worker_id: str) -> int | None:
-        """The bit of a worker in the masks; valid until the worker is cleared."""
-        return self._lanes.get(worker_id)
 
     def held_blocks(self, worker_id: str) -> int:
         lane = self._lanes.get(worker_id)
@@ -231,6 +234,7 @@ class PrefixIndex:
                 if lane // _PLANE_BITS == len(self._planes):
                     self._planes.append(array("Q", bytes(8 * len(self._keys))))
             self._names[lane] = worker_id
+            self._names_of.clear()
             self._lanes[worker_id] = lane
         return lane
 

@@ -1,0 +1,389 @@
+"""Predicted TTFT and TPOT of a request on given workers, and the best pair by them.
+
+For a prefill engine p, a decode engine d and a prompt whose first m_p tokens p holds (m_d: d):
+
+    split   TTFT = max(wait_p + prefill_p(prompt - m_p) + transfer_pd(bytes beyond m_d), room_d) + step_d
+    local   TTFT = max(wait_d, room_d) + prefill_d(prompt - m_d, between d's decode steps)
+    TPOT  = step_d(batch + 1, context + prompt) / (1 - share of d's time that goes to local prefills)
+
+`wait` is a queue of prefill work (and of KV that leases must give back), `room_d` the wait for free sequences and KV
+blocks. All but the transfer's distance is a term of p plus a term of d, so the best pair takes one pass over each pool.
+
+Nothing here changes a load; the model learns three means from finished requests.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, TypeVar
+
+from cluster.messages import Path, Request, RequestRecord, Stage
+from router.load import Mean, WorkerLoad
+
+T = TypeVar("T", bound=tuple[Any, ...])
+
+TIE_FRACTION = 0.02
+TIE_S = 0.5e-3
+"""Predictions that differ by less are equal: the model is not better than that."""
+OUTPUT_TOKENS_PRIOR = 200.0
+HOLD_PRIOR_S = 0.1
+DISTANCE_LEARNED = 5
+"""Transfers over a distance before its factor is used."""
+DISTANCE_BOUND = 20.0
+LONGEST_SHARE = 0.95
+LONGEST_WAIT_S = 3600.0
+SHORTEST_WINDOW_S = 1e-3
+
+
+class Distance(StrEnum):
+    """How far a transfer goes; its factor over the modelled time is learned for each."""
+
+    NODE = "node"
+    RACK = "rack"
+    FAR = "far"
+
+
+@dataclass(slots=True)
+class Question:
+    """One request with what is known of its prompt; computed once a decision.
+
+    Attributes:
+        matched: tokens that each worker holds now; workers with none are absent.
+        cached: the same, with prefixes that are being computed there now: it will hold them by the time it gets to
+            this request.
+        output_tokens, context_tokens: expected length of the answer; prompt plus half of it.
+    """
+
+    request: Request
+    matched: dict[str, int]
+    cached: dict[str, int]
+    output_tokens: float
+    context_tokens: float
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A decision before it is reserved. `ttft_s` counts from now; `cached_tokens` are the prefilling engine's."""
+
+    path: Path
+    decode: WorkerLoad
+    prefill: WorkerLoad | None
+    ttft_s: float
+    tpot_s: float
+    cached_tokens: int
+    prefill_s: float
+    inside_tpot: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A prefill engine for one prompt: `ready_s` from now until it is computed there, `work_s` of it compute."""
+
+    ready_s: float
+    work_s: float
+    worker: WorkerLoad
+    cached_tokens: int
+
+
+def distance(a: WorkerLoad, b: WorkerLoad) -> Distance:
+    if a.info.node and a.info.node == b.info.node:
+        return Distance.NODE
+    if a.info.rack and a.info.rack == b.info.rack:
+        return Distance.RACK
+    return Distance.FAR
+
+
+def prefill_s(worker: WorkerLoad, new: int, context: int) -> float:
+    """Seconds to compute `new` prompt tokens behind `context` cached ones, in chunks of the engine's step budget."""
+    if new <= 0:
+        return 0.0
+    budget = worker.info.max_num_batched_tokens
+    if new <= budget:
+        return worker.times.step_s(((new, context),), 0, 0)
+    full, rest = divmod(new, budget)
+    # Attention makes chunks linearly slower as the context grows: first and last give the mean.
+    first = worker.times.step_s(((budget, context),), 0, 0)
+    last = worker.times.step_s(((budget, context + (full - 1) * budget),), 0, 0) if full > 1 else first
+    total = full * (first + last) / 2
+    if rest:
+        total += worker.times.step_s(((rest, context + full * budget),), 0, 0)
+    return total
+
+
+def decode_blocks(worker: WorkerLoad, request: Request, output_tokens: float, matched_tokens: int) -> int:
+    """KV blocks that the request will take on a decode engine beyond those it already holds."""
+    block = worker.block
+    tokens = request.prompt_tokens + request.n * int(output_tokens)
+    return (tokens + block - 1) // block - matched_tokens // block
+
+
+class CostModel:
+    """Predictions for one router, and the choice by them.
+
+    Args:
+        lease_headroom: share of a prefill engine's KV that prompts waiting to be pulled should leave free.
+    """
+
+    def __init__(self, lease_headroom: float = 0.1) -> None:
+        self.lease_headroom = lease_headroom
+        self.output_tokens = Mean(OUTPUT_TOKENS_PRIOR)
+        self.hold_s = Mean(HOLD_PRIOR_S)
+        """From ticket to first token: how long a prompt's KV stays on its prefill engine."""
+        self.distance_factor = {d: Mean(1.0) for d in Distance}
+
+    def question(self, request: Request, matched: dict[str, int], pending: dict[str, int]) -> Question:
+        output = min(self.output_tokens.value, request.max_output_tokens)
+        cached = matched
+        if pending:
+            cached = dict(matched)
+            for worker_id, tokens in pending.items():
+                if tokens > cached.get(worker_id, 0):
+                    cached[worker_id] = tokens
+        return Question(request, matched, cached, output, request.prompt_tokens + output / 2)
+
+    def observe(self, record: RequestRecord, prefill: WorkerLoad | None, decode: WorkerLoad | None) -> None:
+        """Learn output lengths, and how much longer than modelled transfers over a distance take."""
+        if record.output_tokens:
+            self.output_tokens.add(record.output_tokens)
+        measured = record.stage_s.get(Stage.KV_TRANSFER)
+        if prefill is None or decode is None or not measured or not record.transfer_bytes:
+            return
+        modelled = decode.times.transfer_s(record.transfer_bytes)
+        if modelled > 0:
+            ratio = min(DISTANCE_BOUND, max(1 / DISTANCE_BOUND, measured / modelled))
+            self.distance_factor[distance(prefill, decode)].add(ratio)
+
+    # -- the two ways ---------------------------------------------------------------------------------------------
+
+    def split(
+        self, q: Question, prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], now: float, rng: random.Random
+    ) -> Choice | None:
+        """The best pair; None if no decode engine can ever hold the request."""
+        waits = self._sources(q, prefills, now)
+        best, index = _draw(waits, rng)
+        first = self._source(q, prefills[index], best, now)
+        near = self._nearest(q, prefills, waits, first, now)
+        far = self.factor(Distance.FAR)
+        request, slo_tpot = q.request, q.request.slo.tpot_s
+        prompt, context, matched = request.prompt_tokens, q.context_tokens, q.matched.get
+        tokens = prompt + request.n * int(q.output_tokens)
+        transfers: dict[tuple[int, int], float] = {}
+        candidates: list[tuple[float, int, float, Source]] = []
+        outside: list[tuple[float, int, float, Source]] = []
+        for i, d in enumerate(decodes):
+            held = matched(d.name, 0)
+            if d.step_base_s < 0:
+                d.refresh_step()
+            tpot = d.step_base_s + d.step_slope_s * context
+            if d.has_local_share:
+                tpot = self._tpot_s(d, q, now)
+            room = 0.0
+            block = d.block
+            if (tokens + block - 1) // block - held // block > d.free_blocks or request.n > d.free_sequences:
+                room = self.room_s(d, q)
+                if room == math.inf:
+                    continue
+            key = (d.times_id, held)
+            transfer = transfers.get(key)
+            if transfer is None:
+                transfer = transfers[key] = d.times.transfer_s((prompt - held) * d.info.kv_bytes_per_token)
+            # Less what every candidate shares, so that ties are judged on what d decides.
+            own, source = (far * transfer, first) if near is None else near(d, transfer)
+            if best + own < room:
+                own = room - best
+            limit = slo_tpot if slo_tpot < d.tightest_tpot_s else d.tightest_tpot_s
+            (candidates if tpot <= limit else outside).append((own + tpot, i, tpot, source))
+        if candidates:
+            own, index, tpot, source = _draw(candidates, rng)
+        elif outside:
+            own, index, tpot, source = min(outside, key=lambda c: (c[2], c[0], rng.random()))
+        else:
+            return None
+        return Choice(
+            Path.SPLIT,
+            decodes[index],
+            source.worker,
+            best + own,
+            tpot,
+            source.cached_tokens,
+            source.work_s,
+            bool(candidates),
+        )
+
+    def local(
+        self, q: Question, decodes: Sequence[WorkerLoad], now: float, rng: random.Random, forced: Path | None
+    ) -> Choice | None:
+        """The best decode engine to compute the prompt by itself.
+
+        Unless `forced`, only where every step with a chunk of the prompt stays inside the tightest TPOT limit.
+        """
+        prompt, slo_tpot = q.request.prompt_tokens, q.request.slo.tpot_s
+        cached_of = q.cached.get
+        works: dict[tuple[int, int], tuple[float, int]] = {}
+        candidates: list[tuple[float, int, float, float]] = []
+        outside: list[tuple[float, int, float, float]] = []
+        for i, d in enumerate(decodes):
+            cached = cached_of(d.name, 0)
+            key = (d.times_id, cached)
+            known = works.get(key)
+            if known is None:
+                chunks = -(-(prompt - cached) // d.info.max_num_batched_tokens)
+                known = works[key] = prefill_s(d, prompt - cached, cached), chunks
+            work, chunks = known
+            limit = slo_tpot if slo_tpot < d.tightest_tpot_s else d.tightest_tpot_s
+            if forced is None and work > limit * chunks:
+                continue
+            # A step that also holds a chunk takes at most both times; their fixed parts are counted twice.
+            step = d.step_s(q.context_tokens)
+            if forced is None and work / chunks + step > limit:
+                continue
+            room = self.room_s(d, q)
+            if room == math.inf:
+                continue
+            tpot = with_local_prefill(step, d.local_share(now, self._window_s(q, step), work))
+            ttft = max(d.backlog_s(now), room) + work + chunks * step
+            (candidates if tpot <= limit else outside).append((ttft, i, tpot, work))
+        if candidates:
+            ttft, index, tpot, work = _draw(candidates, rng)
+        elif forced is not None and outside:
+            ttft, index, tpot, work = min(outside, key=lambda c: (c[0], rng.random()))
+        else:
+            return None
+        d = decodes[index]
+        cached = cached_of(d.name, 0)
+        path = forced or (Path.LOCAL_CACHED if cached >= prompt - cached else Path.LOCAL_SHORT)
+        return Choice(path, d, None, ttft, tpot, cached, work, bool(candidates))
+
+    def predict(self, q: Question, p: WorkerLoad | None, d: WorkerLoad, now: float, path: Path) -> Choice:
+        """What is expected of a given pair, or of d alone. An impossible wait is an hour."""
+        prompt, room = q.request.prompt_tokens, min(self.room_s(d, q), LONGEST_WAIT_S)
+        limit = min(q.request.slo.tpot_s, d.tightest_tpot_s)
+        if p is None:
+            cached = q.cached.get(d.name, 0)
+            work = prefill_s(d, prompt - cached, cached)
+            step = d.step_s(q.context_tokens)
+            chunks = -(-(prompt - cached) // d.info.max_num_batched_tokens)
+            tpot = with_local_prefill(step, d.local_share(now, self._window_s(q, step), work))
+            ttft = max(d.backlog_s(now), room) + work + chunks * step
+            return Choice(path, d, None, ttft, tpot, cached, work, tpot <= limit)
+        source = self._source(q, p, None, now)
+        missing = prompt - q.matched.get(d.name, 0)
+        transfer = d.times.transfer_s(missing * d.info.kv_bytes_per_token) * self.factor(distance(p, d))
+        tpot = self._tpot_s(d, q, now)
+        ttft = max(source.ready_s + transfer, room) + tpot
+        return Choice(path, d, p, ttft, tpot, source.cached_tokens, source.work_s, tpot <= limit)
+
+    # -- terms ----------------------------------------------------------------------------------------------------
+
+    def room_s(self, d: WorkerLoad, q: Question) -> float:
+        """Wait until d has sequences and KV for this request; infinite if it never can.
+
+        Running sequences end at a rate of running / (mean output x step), each giving back its share of the KV.
+        """
+        sequences = q.request.n
+        blocks = decode_blocks(d, q.request, q.output_tokens, q.matched.get(d.name, 0))
+        if blocks <= d.free_blocks and sequences <= d.free_sequences:
+            return 0.0
+        if blocks > d.info.kv_total_blocks or sequences > d.info.max_num_seqs:
+            return math.inf
+        running = max(1, d.sequences)
+        excess_blocks = (blocks - d.free_blocks) * running / max(1, d.used_blocks)
+        ending = max(float(sequences - d.free_sequences), excess_blocks, 1.0)
+        step = d.step_s(q.context_tokens)
+        return ending * self.output_tokens.value * step / min(running, d.info.max_num_seqs)
+
+    def factor(self, d: Distance) -> float:
+        """Measured over modelled transfer time for a distance, once enough transfers went over it."""
+        mean = self.distance_factor[d]
+        return mean.value if mean.samples >= DISTANCE_LEARNED else 1.0
+
+    def _sources(self, q: Question, prefills: Sequence[WorkerLoad], now: float) -> list[tuple[float, int]]:
+        """(time until the prompt is computed there, position) for each prefill engine."""
+        prompt, cached_of = q.request.prompt_tokens, q.cached.get
+        works: dict[tuple[int, int], float] = {}
+        waits = []
+        for i, p in enumerate(prefills):
+            cached = cached_of(p.name, 0)
+            key = (p.times_id, cached)
+            ready = works.get(key)
+            if ready is None:
+                ready = works[key] = prefill_s(p, prompt - cached, cached)
+            if p.free_s > now:
+                ready += p.free_s - now
+            if prompt > p.free_blocks * p.block:
+                ready += self._lease_wait_s(p, prompt)
+            waits.append((ready, i))
+        return waits
+
+    def _lease_wait_s(self, p: WorkerLoad, prompt: int) -> float:
+        """Wait for leases on p to end where the prompt needs their KV."""
+        room = p.free_blocks - self.lease_headroom * p.info.kv_total_blocks
+        short = prompt / p.block - room
+        if short <= 0:
+            return 0.0
+        return self.hold_s.value * max(1.0, short / max(1, p.used_blocks) * max(1, p.leases))
+
+    def _source(self, q: Question, p: WorkerLoad, ready: float | None, now: float) -> Source:
+        cached = q.cached.get(p.name, 0)
+        work = prefill_s(p, q.request.prompt_tokens - cached, cached)
+        if ready is None:
+            ready = self._sources(q, [p], now)[0][0]
+        return Source(ready, work, p, cached)
+
+    def _nearest(
+        self, q: Question, prefills: Sequence[WorkerLoad], waits: Sequence[tuple[float, int]], first: Source, now: float
+    ) -> Callable[[WorkerLoad, float], tuple[float, Source]] | None:
+        """How to find the best source for a given decode engine; None where distance makes no difference.
+
+        The result is (transfer time plus what the source is later than the best one, source).
+        """
+        node, rack, far = (self.factor(d) for d in Distance)
+        if node == rack == far:
+            return None
+        by_node: dict[str, Source] = {}
+        by_rack: dict[str, Source] = {}
+        for ready, i in sorted(waits):
+            info = prefills[i].info
+            if info.node not in by_node or info.rack not in by_rack:
+                source = self._source(q, prefills[i], ready, now)
+                by_node.setdefault(info.node, source)
+                by_rack.setdefault(info.rack, source)
+
+        def nearest(d: WorkerLoad, transfer: float) -> tuple[float, Source]:
+            options = (first, by_node.get(d.info.node), by_rack.get(d.info.rack))
+            timed = [
+                (s.ready_s - first.ready_s + self.factor(distance(s.worker, d)) * transfer, s) for s in options if s
+            ]
+            return min(timed, key=_first)
+
+        return nearest
+
+    def _tpot_s(self, d: WorkerLoad, q: Question, now: float) -> float:
+        step = d.step_s(q.context_tokens)
+        if not d.has_local_share:
+            return step
+        return with_local_prefill(step, d.local_share(now, self._window_s(q, step)))
+
+    def _window_s(self, q: Question, step_s: float) -> float:
+        return max(SHORTEST_WINDOW_S, q.output_tokens * step_s)
+
+
+def with_local_prefill(step_s: float, share: float) -> float:
+    """TPOT of an engine that spends `share` of its time on prompts."""
+    return step_s / (1.0 - min(share, LONGEST_SHARE))
+
+
+def _draw(costs: list[T], rng: random.Random) -> T:
+    """The candidate with the least first item; one of the ties at random."""
+    best = min(costs)[0]
+    limit = best + max(TIE_S, TIE_FRACTION * best)
+    ties = [c for c in costs if c[0] <= limit]
+    return ties[0] if len(ties) == 1 else ties[int(rng.random() * len(ties))]
+
+
+def _first(cost: tuple[float, Source]) -> float:
+    return cost[0]
