@@ -16,6 +16,7 @@ import pytest
 from cluster.config import ModelConfig
 from cluster.errors import ConfigError, UserError
 from cluster.models import smollm2
+from cluster.models.digest import weights_digest
 from cluster.models.hf_config import hf_config
 from cluster.models.resolve import resolve
 
@@ -202,3 +203,24 @@ def test_a_cache_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     blocked.write_text("")
     with pytest.raises(UserError, match="XDG_CACHE_HOME"):
         resolve(ModelConfig(id="smollm2"), cache=blocked / "cache")
+
+
+def test_a_digest_tells_models_apart_by_content_and_not_by_place(tmp_path: Path) -> None:
+    def folder(name: str, config: str = "{}", weights: bytes = b"0" * 200_000) -> str:
+        made = tmp_path / name
+        made.mkdir()
+        (made / "config.json").write_text(config)
+        (made / "model.safetensors").write_bytes(weights)
+        (made / "notes.txt").write_text(name)
+        return str(made)
+
+    same = {weights_digest(folder("a")), weights_digest(folder("b"))}
+    assert len(same) == 1
+    others = [
+        weights_digest(folder("config", config='{"rope_theta": 1}')),
+        weights_digest(folder("head", weights=b"1" + b"0" * 199_999)),
+        weights_digest(folder("tail", weights=b"0" * 199_999 + b"1")),
+        weights_digest(folder("longer", weights=b"0" * 200_001)),
+    ]
+    assert len({*same, *others}) == 5
+    assert weights_digest("some/model-that-nobody-fetched") is None

@@ -7,6 +7,8 @@ from typing import Any
 from cluster.config import ClusterConfig
 from cluster.engine.vllm.arguments import EngineSettings
 from cluster.messages import Role, WorkerInfo
+from cluster.models.digest import weights_digest
+from kv_transfer.compatibility import cache_scales, rope_of
 
 
 def worker_info(
@@ -54,23 +56,33 @@ def kv_bytes_per_token(vllm_config: Any) -> int:
 def fingerprint(vllm_config: Any) -> dict[str, Any]:
     """What must agree before two engines may exchange KV (see kv_transfer/compatibility.py)."""
     import vllm
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NIXL_CONNECTOR_VERSION
 
     model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
-    text = model.hf_text_config
+    hf, text = model.hf_config.to_dict(), model.hf_text_config.to_dict()
+    args = {"quantization": model.quantization, "kv_cache_dtype_skip_layers": cache.kv_cache_dtype_skip_layers}
+    speculative = vllm_config.speculative_config
+    backend = vllm_config.attention_config.backend
     return {
         "model": model.model,
         "revision": model.revision,
-        "layers": text.num_hidden_layers,
+        "weights": weights_digest(model.model, model.revision),
+        "layers": text["num_hidden_layers"],
         "kv_heads": model.get_total_num_kv_heads(),
         "head_dim": model.get_head_size(),
+        "latent": bool(model.use_mla),
         "dtype": str(model.dtype).removeprefix("torch."),
         "cache_dtype": str(cache.cache_dtype),
+        "cache_scales": cache_scales(hf, str(cache.cache_dtype), args),
         "block_size": cache.block_size,
+        "attention_backend": getattr(backend, "name", backend),
         "max_model_len": model.max_model_len,
-        "rope": str(getattr(text, "rope_parameters", None) or getattr(text, "rope_theta", None)),
-        "sliding_window": getattr(text, "sliding_window", None),
+        "rope": rope_of(text),
+        "sliding_window": model.get_sliding_window(),
+        "speculative": None if speculative is None else f"{speculative.method} {speculative.model}",
         "tp": parallel.tensor_parallel_size,
         "pp": parallel.pipeline_parallel_size,
         "connector": "nixl",
+        "connector_version": NIXL_CONNECTOR_VERSION,
         "engine_version": vllm.__version__,
     }
