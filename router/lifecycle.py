@@ -204,7 +204,8 @@ class Lifecycle:
         self.state = State.PLACING
         self.placement = None
         self._since_s = now
-        return [Place(self.attempt, self._exclude, local_only, self._tokens_sent), *self._arm(now)]
+        # The timer first: the driver may answer a Place before it returns, and that may set a nearer one.
+        return [*self._arm(now), Place(self.attempt, self._exclude, local_only, self._tokens_sent)]
 
     def _on_placed(self, event: Placed, now: float) -> list[Action]:
         if self.state is not State.PLACING or event.attempt != self.attempt:
