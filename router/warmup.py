@@ -9,6 +9,7 @@ from typing import Any
 
 from cluster.errors import PdserveError
 from cluster.messages import Outcome, Path, Placement, Request, RequestRecord, Role, Slo, WorkerInfo
+from kv_transfer.compatibility import TpPairs, check_pair
 from router.dispatcher import Dispatcher
 
 log = logging.getLogger(__name__)
@@ -20,14 +21,15 @@ class Warmup:
     """Sends one tiny split request through every new pair.
 
     Attributes:
-        state: (prefill, decode) -> "warming", "ready" or the error of the last try.
+        state: (prefill, decode) -> "warming", "ready", "refused: " and why, or the error of the last try.
     """
 
     TENANT = "pdserve-warm-up"
     TRIES = 3
 
-    def __init__(self, dispatcher: Dispatcher, vocab_size: int) -> None:
+    def __init__(self, dispatcher: Dispatcher, vocab_size: int, tp_pairs: TpPairs = "tested") -> None:
         self._dispatcher = dispatcher
+        self._tp_pairs = tp_pairs
         self._vocab_size = vocab_size
         self._numbers = itertools.count(1)
         self.state: dict[tuple[str, str], str] = {}
@@ -49,6 +51,11 @@ class Warmup:
 
     def _warm(self, prefill: WorkerInfo, decode: WorkerInfo, attempt: int) -> None:
         pair = (prefill.worker_id, decode.worker_id)
+        refusals = check_pair(prefill.fingerprint, decode.fingerprint, tp_pairs=self._tp_pairs)
+        if refusals:
+            self.state[pair] = f"refused: {'; also '.join(map(str, refusals))}"
+            log.warning("%s and %s cannot exchange KV: %s", *pair, refusals[0])
+            return
         self.state[pair] = "warming"
         tokens = min(prefill.block_size_tokens + 1, prefill.max_model_len - 2)
         number = next(self._numbers)
