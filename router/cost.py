@@ -179,8 +179,8 @@ class CostModel:
             if d.step_base_s < 0:
                 d.refresh_step()
             tpot = d.step_base_s + d.step_slope_s * context
-            if d.has_local_share:
-                tpot = self._tpot_s(d, q, now)
+            if d.local_until_s > now:
+                tpot = with_local_prefill(tpot, d.local_share(now))
             room = 0.0
             block = d.block
             if (tokens + block - 1) // block - held // block > d.free_blocks or request.n > d.free_sequences:
@@ -221,8 +221,10 @@ class CostModel:
 
         Unless `forced`, only where every step with a chunk of the prompt stays inside the tightest TPOT limit.
         """
-        prompt, slo_tpot = q.request.prompt_tokens, q.request.slo.tpot_s
-        cached_of = q.cached.get
+        request, slo_tpot = q.request, q.request.slo.tpot_s
+        prompt, n, context, output = request.prompt_tokens, request.n, q.context_tokens, q.output_tokens
+        tokens = prompt + n * int(output)
+        cached_of, held = q.cached.get, q.matched.get
         works: dict[tuple[int, int], tuple[float, int]] = {}
         candidates: list[tuple[float, int, float, float]] = []
         outside: list[tuple[float, int, float, float]] = []
@@ -238,14 +240,24 @@ class CostModel:
             if forced is None and work > limit * chunks:
                 continue
             # A step that also holds a chunk takes at most both times; their fixed parts are counted twice.
-            step = d.step_s(q.context_tokens)
+            if d.step_base_s < 0:
+                d.refresh_step()
+            step = d.step_base_s + d.step_slope_s * context
             if forced is None and work / chunks + step > limit:
                 continue
-            room = self.room_s(d, q)
-            if room == math.inf:
-                continue
-            tpot = with_local_prefill(step, d.local_share(now, self._window_s(q, step), work))
-            ttft = max(d.backlog_s(now), room) + work + chunks * step
+            wait = d.free_s - now if d.free_s > now else 0.0
+            block = d.block
+            if (tokens + block - 1) // block - held(d.name, 0) // block > d.free_blocks or n > d.free_sequences:
+                room = self.room_s(d, q)
+                if room == math.inf:
+                    continue
+                wait = max(wait, room)
+            # The share of this prompt in the time that this request decodes, plus that of earlier ones.
+            share = work / (output * step) if output else 1.0
+            if d.local_until_s > now:
+                share += d.local_share(now)
+            tpot = step / (1.0 - share) if share < LONGEST_SHARE else step / (1.0 - LONGEST_SHARE)
+            ttft = wait + work + chunks * step
             (candidates if tpot <= limit else outside).append((ttft, i, tpot, work))
         if candidates:
             ttft, index, tpot, work = _draw(candidates, rng)
@@ -267,13 +279,13 @@ class CostModel:
             work = prefill_s(d, prompt - cached, cached)
             step = d.step_s(q.context_tokens)
             chunks = -(-(prompt - cached) // d.info.max_num_batched_tokens)
-            tpot = with_local_prefill(step, d.local_share(now, self._window_s(q, step), work))
+            tpot = with_local_prefill(step, d.local_share(now) + work / self.window_s(q, step))
             ttft = max(d.backlog_s(now), room) + work + chunks * step
             return Choice(path, d, None, ttft, tpot, cached, work, tpot <= limit)
         source = self._source(q, p, None, now)
         missing = prompt - q.matched.get(d.name, 0)
         transfer = d.times.transfer_s(missing * d.info.kv_bytes_per_token) * self.factor(distance(p, d))
-        tpot = self._tpot_s(d, q, now)
+        tpot = with_local_prefill(d.step_s(q.context_tokens), d.local_share(now))
         ttft = max(source.ready_s + transfer, room) + tpot
         return Choice(path, d, p, ttft, tpot, source.cached_tokens, source.work_s, tpot <= limit)
 
@@ -362,13 +374,8 @@ class CostModel:
 
         return nearest
 
-    def _tpot_s(self, d: WorkerLoad, q: Question, now: float) -> float:
-        step = d.step_s(q.context_tokens)
-        if not d.has_local_share:
-            return step
-        return with_local_prefill(step, d.local_share(now, self._window_s(q, step)))
-
-    def _window_s(self, q: Question, step_s: float) -> float:
+    def window_s(self, q: Question, step_s: float) -> float:
+        """How long this request is expected to decode."""
         return max(SHORTEST_WINDOW_S, q.output_tokens * step_s)
 
 

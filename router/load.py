@@ -74,7 +74,7 @@ class WorkerLoad:
         "_fresh_sequences",
         "_limits",
         "_local_share",
-        "_local_share_s",
+        "_local_window_s",
         "_unseen",
         "block",
         "free_blocks",
@@ -83,6 +83,7 @@ class WorkerLoad:
         "index_exact",
         "info",
         "leases",
+        "local_until_s",
         "name",
         "own",
         "snapshot",
@@ -110,7 +111,8 @@ class WorkerLoad:
         self.tightest_tpot_s = float("inf")
         """The smallest TPOT limit among this router's requests on this decode engine."""
         self._limits: dict[float, int] = {}
-        self._local_share, self._local_share_s = 0.0, now
+        self._local_share, self._local_window_s = 0.0, 1.0
+        self.local_until_s = now
         self.step_slope_s = 0.0
         self._recount()
 
@@ -134,10 +136,6 @@ class WorkerLoad:
         snapshot = self.snapshot
         return max(len(self.own), snapshot.running + snapshot.waiting if snapshot else 0)
 
-    @property
-    def has_local_share(self) -> bool:
-        return self._local_share > 0.0
-
     def step_s(self, context_tokens: float) -> float:
         """One decode step with one more sequence of `context_tokens`."""
         if self.step_base_s < 0:
@@ -151,15 +149,11 @@ class WorkerLoad:
         self.step_slope_s = (self.times.step_s((), batch, context + CURVE_TOKENS) - base) / CURVE_TOKENS
         self.step_base_s = base
 
-    def local_share(self, now: float, window_s: float, add_s: float = 0.0) -> float:
-        """Fraction of this engine's time that local prefills take, with `add_s` more over `window_s`.
-
-        The share fades out over the window, which is the time a typical request decodes.
-        """
-        share = add_s / window_s
-        if self._local_share:
-            share += self._local_share * max(0.0, 1.0 - (now - self._local_share_s) / window_s)
-        return share
+    def local_share(self, now: float) -> float:
+        """Fraction of this engine's time that local prefills take; it fades out until `local_until_s`."""
+        if now >= self.local_until_s:
+            return 0.0
+        return self._local_share * (self.local_until_s - now) / self._local_window_s
 
     # -- writing ------------------------------------------------------------------------------------------------
 
@@ -204,7 +198,10 @@ class WorkerLoad:
             self.tightest_tpot_s = min(self._limits, default=float("inf"))
 
     def add_local_prefill(self, now: float, window_s: float, work_s: float) -> None:
-        self._local_share, self._local_share_s = self.local_share(now, window_s, work_s), now
+        """A prompt of `work_s` is computed between the steps of requests that decode for about `window_s`."""
+        self._local_share = self.local_share(now) + work_s / window_s
+        self._local_window_s = window_s
+        self.local_until_s = now + window_s
 
     def on_snapshot(self, snapshot: WorkerSnapshot, now: float, queued_s: float) -> None:
         """`queued_s` is the time the engine needs for `snapshot.queued_prefill_tokens`."""

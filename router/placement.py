@@ -31,7 +31,7 @@ from cluster.messages import (
 )
 from cluster.perf.times import StepTimes
 from router.approximate import ApproximateCache
-from router.cost import SHORTEST_WINDOW_S, Choice, CostModel, Question, decode_blocks, prefill_s
+from router.cost import Choice, CostModel, Question, decode_blocks, prefill_s
 from router.load import Reservation, WorkerLoad, WorkerView
 from router.policies import Baseline, baseline
 from router.prefix_index import PrefixIndex
@@ -339,7 +339,7 @@ class Placer:
         worker.add_prefill(r, now)
         d.add_decode(r)
         if p is None:
-            d.add_local_prefill(now, max(SHORTEST_WINDOW_S, q.output_tokens * choice.tpot_s), choice.prefill_s)
+            d.add_local_prefill(now, self.model.window_s(q, choice.tpot_s), choice.prefill_s)
         if request.block_keys:
             self._pending.setdefault(request.block_keys[0], {})[worker.info.worker_id] = request.block_keys
         if self._baseline is not None:
