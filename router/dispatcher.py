@@ -9,7 +9,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from cluster.config import LimitsConfig
 from cluster.engine.base import EngineDelta, EngineRequest
@@ -41,7 +41,9 @@ from router import lifecycle_messages as msg
 from router.health import Change, Health, Trust
 from router.lifecycle import Lifecycle
 from router.run import Run
-from router.transport import Transport
+
+if TYPE_CHECKING:  # the transport brings Ray along; deciding needs none of it
+    from router.transport import Transport
 
 log = logging.getLogger(__name__)
 
@@ -447,9 +449,10 @@ class Dispatcher:
 
     def _suspect(self, action: msg.Suspect) -> None:
         self.last_failure[action.worker_id] = action.reason
-        between = f" with {action.peer}" if action.peer else ""
-        log.warning("worker %s%s failed a request: %s", action.worker_id, between, action.reason)
         change = self.health.suspect(action.worker_id, action.reason, action.peer, self._clock())
+        if change is not None or action.peer is not None:
+            between = f" with {action.peer}" if action.peer else ""
+            log.warning("worker %s%s failed a request: %s", action.worker_id, between, action.reason)
         if change is not None:
             self._apply(change)
 
