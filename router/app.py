@@ -65,8 +65,13 @@ class Router:
         self.metrics = Metrics(slo)
         self.index = PrefixIndex(self._config.router.placement.index_max_blocks)
         self.times = WorkerTimes()
+        tp_pairs = self._config.kv_transfer.tp_pairs
         self.placer = Placer(
-            self._config.router.placement, self.times.of, self.index, colocated=self._config.colocated
+            self._config.router.placement,
+            self.times.of,
+            self.index,
+            colocated=self._config.colocated,
+            tp_pairs=tp_pairs,
         )
         vllm_config = describe_model(shared_arguments(self._config, model.path))
         self.client = ClusterEngineClient(vllm_config, self._router_id, slo, lambda: self.placer.key_block_tokens)
@@ -85,7 +90,7 @@ class Router:
         self.telemetry = Telemetry(self._config, self.metrics, self.dispatcher, self.placer, time.monotonic)
         self.client.on_arrival = self._on_arrival
         self._events: KvEventReader | None = None
-        self.warmup = Warmup(self.dispatcher, vllm_config.model_config.get_vocab_size())
+        self.warmup = Warmup(self.dispatcher, vllm_config.model_config.get_vocab_size(), tp_pairs)
         self.dispatcher.worker_listeners += [self._follow_events, self.warmup.on_worker]
         host = self._config.network.host or ray.util.get_node_ip_address()
         await self.transport.start(self.dispatcher, self._router_id, host)

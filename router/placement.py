@@ -30,9 +30,11 @@ from cluster.messages import (
     WorkerState,
 )
 from cluster.perf.times import StepTimes
+from kv_transfer.compatibility import TpPairs
 from router.approximate import ApproximateCache
 from router.cost import Choice, CostModel, Question, decode_blocks, prefill_s
 from router.load import Reservation, WorkerLoad, WorkerView
+from router.pairing import Pairing
 from router.policies import Baseline, baseline
 from router.prefix_index import PrefixIndex
 
@@ -54,6 +56,7 @@ class Placer:
         retry_after_s: what a rejected client is told where no better figure is predicted.
         key_block_tokens: tokens per key in `Request.block_keys`; default: the smallest block of any worker.
         visible_after_s: a snapshot that arrives this much later than a leg's start counts it (0 in simulation).
+        tp_pairs: see `kv_transfer.tp_pairs`: engines that may not exchange KV are never paired.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class Placer:
         retry_after_s: float = 1.0,
         key_block_tokens: int | None = None,
         visible_after_s: float = VISIBLE_AFTER_S,
+        tp_pairs: TpPairs = "tested",
     ) -> None:
         self.config, self.index, self.colocated = config, index, colocated
         self._times_of = times_of
@@ -75,6 +79,7 @@ class Placer:
         self._key_block_tokens, self._visible_after_s = key_block_tokens, visible_after_s
         self._pools: dict[Role, dict[str, WorkerLoad]] = {Role.PREFILL: {}, Role.DECODE: {}}
         self._ready: dict[Role, list[WorkerLoad] | None] = dict.fromkeys(Role)
+        self.pairing = Pairing(tp_pairs)
         self._reservations: dict[str, Reservation] = {}
         self._pending: dict[int, dict[str, tuple[int, ...]]] = {}
         self._approximate: dict[str, ApproximateCache] = {}
@@ -105,12 +110,14 @@ class Placer:
         worker = WorkerLoad(info, self._times_of(info), now, self._visible_after_s)
         worker.index_exact = info.worker_id in self._exact
         self._pools[info.role][info.worker_id] = worker
+        self.pairing.add(info)
         self._ready = dict.fromkeys(Role)
 
     def remove_worker(self, worker_id: str, now: float) -> None:  # noqa: ARG002 - every event carries its time
         """A worker died or left. It is chosen no more and the index forgets its blocks; unknown ids are ignored."""
         for pool in self._pools.values():
             pool.pop(worker_id, None)
+        self.pairing.remove(worker_id)
         self._ready = dict.fromkeys(Role)
         self._approximate.pop(worker_id, None)
         self.index.clear(worker_id)
@@ -288,23 +295,29 @@ class Placer:
         if not decodes:
             return Rejection(503, "no decode worker is ready", self._retry_after_s)
         prefills = [] if self.colocated or local_only else self._candidates(Role.PREFILL, exclude)
+        groups = self.pairing.groups(prefills, decodes)
         forced: Path | None = None
         if self.colocated:
             forced = Path.COLOCATED
         elif local_only:
             forced = Path.LOCAL_RETRY
-        elif not prefills:
+        elif not groups:
             if self.config.no_prefill_worker == "fail":
                 return Rejection(503, "no prefill worker is ready", self._retry_after_s)
             forced = Path.LOCAL_NO_PREFILL
         if self._baseline is not None:
-            d = self._baseline.decode(decodes, q.request, rng)
-            p = self._baseline.prefill(prefills, q.request, rng) if forced is None else None
-            return self.model.predict(q, p, d, now, forced or Path.SPLIT)
+            if forced is not None:
+                return self.model.predict(q, None, self._baseline.decode(decodes, q.request, rng), now, forced)
+            d = self._baseline.decode([d for _, sinks in groups for d in sinks], q.request, rng)
+            p = self._baseline.prefill(next(ps for ps, sinks in groups if d in sinks), q.request, rng)
+            return self.model.predict(q, p, d, now, Path.SPLIT)
         local = None
         if forced is not None or self.config.conditional:
             local = self.model.local(q, decodes, now, rng, forced)
-        split = self.model.split(q, prefills, decodes, now, rng) if forced is None else None
+        split = None
+        if forced is None:
+            offers = [self.model.split(q, sources, sinks, now, rng) for sources, sinks in groups]
+            split = min((o for o in offers if o is not None), key=lambda o: o.ttft_s, default=None)
         if split is not None and local is not None:
             return local if local.ttft_s < split.ttft_s else split
         return split or local or self._too_large(q)
