@@ -204,6 +204,7 @@ class NetworkConfig(Section):
     host: str | None = Field(
         None, description="address that engines and routers of a node listen on for each other; default: the node's"
     )
+    rack_label: str = Field("pdserve.io/rack", description="Ray node label that names a node's rack or switch")
 
 
 class TracingConfig(Section):

@@ -28,6 +28,8 @@ class PoolReplica:
         self._config: ClusterConfig = parse(config)
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         context = serve.get_replica_context()
+        labels = ray.get_runtime_context().get_node_labels()  # type: ignore[no-untyped-call]
+        self._rack = labels.get(self._config.network.rack_label, "")
         host = self._config.network.host or ray.util.get_node_ip_address()
         engine = await create_engine(
             self._config,
@@ -47,7 +49,7 @@ class PoolReplica:
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Serve hands this to every router together with the replica."""
-        return {"worker": asdict(self._worker.info), "pid": os.getpid()}
+        return {"worker": {**asdict(self._worker.info), "rack": self._rack}, "pid": os.getpid()}
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Monotone counters and current load, pushed to Serve's controller."""

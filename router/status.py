@@ -9,6 +9,7 @@ from cluster.config import ClusterConfig
 from cluster.engine.vllm.arguments import served_name
 from cluster.goodput.metrics import Metrics
 from cluster.messages import Role
+from router.cost import distance
 from router.dispatcher import Dispatcher
 from router.placement import Placer
 from router.warmup import Warmup
@@ -32,14 +33,26 @@ def router_status(
         },
         "pools": {role.value: _pool(role, config, dispatcher) for role in roles},
         "pairs": [
-            {"prefill": prefill, "decode": decode, "state": state} for (prefill, decode), state in warmup.state.items()
+            {"prefill": prefill, "decode": decode, "state": state, "distance": _distance(placer, prefill, decode)}
+            for (prefill, decode), state in warmup.state.items()
         ],
+        # Measured over modelled transfer time, by how far the KV goes; placement multiplies by it.
+        "transfer_factors": {
+            distance.value: {"factor": mean.value, "transfers": mean.samples}
+            for distance, mean in placer.model.distance_factor.items()
+        },
         "prediction": {
             "predicted_cached_tokens": placer.predicted_cached_tokens,
             "actual_cached_tokens": placer.actual_cached_tokens,
         },
         "goodput": metrics.stats.summary(max(1e-9, time.monotonic() - started_s)),
     }
+
+
+def _distance(placer: Placer, prefill: str, decode: str) -> str | None:
+    """node, rack or far; None while one of the two is not placed on."""
+    p, d = placer.find(prefill), placer.find(decode)
+    return None if p is None or d is None else distance(p, d).value
 
 
 def _pool(role: Role, config: ClusterConfig, dispatcher: Dispatcher) -> dict[str, Any]:
@@ -62,6 +75,10 @@ def _pool(role: Role, config: ClusterConfig, dispatcher: Dispatcher) -> dict[str
                 "block_size_tokens": info.block_size_tokens,
                 "open_leases": load.open_leases if load else 0,
                 "node": info.node,
+                "rack": info.rack,
+                "tp": info.tp,
+                "pp": info.pp,
+                "accelerator": info.accelerator_type,
                 "last_failure": dispatcher.last_failure.get(info.worker_id),
             }
         )
