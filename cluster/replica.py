@@ -28,7 +28,7 @@ class PoolReplica:
         self._config: ClusterConfig = parse(config)
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         context = serve.get_replica_context()
-        labels = ray.get_runtime_context().get_node_labels()  # type: ignore[no-untyped-call]
+        labels = ray.get_runtime_context().get_node_labels()
         self._rack = labels.get(self._config.network.rack_label, "")
         host = self._config.network.host or ray.util.get_node_ip_address()
         engine = await create_engine(
