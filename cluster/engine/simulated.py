@@ -278,12 +278,14 @@ class SimulatedEngine:
         step, self._step = self._step, None
         assert step is not None
         now = self._loop.time()
-        for output in self.scheduler.complete(step):
-            self._deliver(output, now)
+        outputs = self.scheduler.complete(step)
         if self._publisher is not None:
+            # Before the outputs: who ends is forgotten, with the tokens that an event may carry.
             events = [e for event in self.scheduler.kv.take_events() if (e := self._blocks.encode(event)) is not None]
             if events:
                 self._publisher.publish(events, time.time())
+        for output in outputs:
+            self._deliver(output, now)
         snapshot = self.snapshot()
         for callback in self._callbacks:
             callback(snapshot)
