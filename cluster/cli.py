@@ -16,6 +16,7 @@ from cluster.errors import UserError
 
 # name -> (module, one line of help). A module has `command` (a function) or `app` (a typer group).
 COMMANDS: dict[str, tuple[str, str]] = {
+    "fit": ("fit", "measure an engine and write the profile that simulator and planner read"),
     "plan": ("plan", "capacity, speculative decoding and topology, before the GPUs are bought"),
     "check": ("check", "validate a config and print its topology; starts nothing"),
     "serve": ("serve", "start a cluster and serve until told to stop"),

@@ -43,17 +43,18 @@ class Fit:
 def _row(sample: StepSample) -> list[float]:
     new = sum(n for n, _ in sample.prefill)
     pairs = sum(n * (c + 0.5 * n) for n, c in sample.prefill)
-    return [1.0, new + sample.decode_batch, pairs, sample.decode_batch, sample.decode_context_tokens]
+    tokens = new + sample.decode_batch
+    return [1.0, tokens, pairs, sample.decode_batch, sample.decode_context_tokens, len(sample.prefill)]
 
 
 def fit_steps(samples: Sequence[StepSample]) -> Fit:
-    """Fit the five step coefficients.
+    """Fit the six step coefficients.
 
     Raises:
-        ValueError: fewer than five samples, or a duration that is not positive.
+        ValueError: fewer than six samples, or a duration that is not positive.
     """
-    if len(samples) < 5:
-        raise ValueError(f"{len(samples)} samples do not determine 5 coefficients")
+    if len(samples) < 6:
+        raise ValueError(f"{len(samples)} samples do not determine 6 coefficients")
     rows = np.array([_row(s) for s in samples], dtype=float)
     durations = np.array([s.duration_s for s in samples], dtype=float)
     if not (durations > 0).all():
@@ -67,8 +68,7 @@ def fit_steps(samples: Sequence[StepSample]) -> Fit:
         residuals = np.abs(relative / scale @ solution - 1)
         spread = max(float(np.median(residuals)), 1e-3)
         weights = np.sqrt(np.minimum(1.0, HUBER * spread / np.maximum(residuals, 1e-12)))
-    fixed, token, pair, sequence, context = (float(v) for v in solution / scale)
-    coefficients = Coefficients(fixed, token, pair, sequence, context)
+    coefficients = Coefficients(*(float(v) for v in solution / scale))
     return Fit(coefficients, residuals_of(coefficients, samples))
 
 

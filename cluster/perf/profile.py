@@ -1,9 +1,10 @@
 """A fitted profile: step times of one engine as it was measured, with provenance and residuals.
 
 The model is linear in what an iteration does,
-`t = fixed + token * tokens + pair * attended pairs + sequence * batch + context * KV tokens read`, where `tokens`
-counts prompt, decode and draft tokens and a chunk of n new tokens behind c cached ones attends `n * (c + n / 2)`
-pairs. A file is JSON or YAML; it states what was measured, on what, with which command, and how well it fits.
+`t = fixed + chunk * prompt chunks + token * tokens + pair * attended pairs + sequence * batch + context * KV tokens
+read`, where `tokens` counts prompt, decode and draft tokens and a chunk of n new tokens behind c cached ones attends
+`n * (c + n / 2)` pairs. A file is JSON or YAML; it states what was measured, on what, with which command, and how
+well it fits.
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Coefficients:
-    """Seconds a step, a token, an attended pair, a decoding sequence, a KV token read; a transfer and its byte."""
+    """Seconds a step, a token, an attended pair, a decoding sequence, a KV token read, a prompt chunk; a transfer and
+    its byte."""
 
     fixed_s: float
     token_s: float
     pair_s: float
     sequence_s: float
     context_token_s: float
+    chunk_s: float = 0.0
     transfer_fixed_s: float = 0.0
     transfer_byte_s: float = 0.0
 
@@ -91,6 +94,7 @@ class ProfileTimes(StepTimes):
             pairs += new * (context + 0.5 * new)
         return (
             c.fixed_s
+            + c.chunk_s * len(prefill)
             + c.token_s * tokens
             + c.pair_s * pairs
             + c.sequence_s * decode_batch

