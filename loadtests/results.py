@@ -72,7 +72,7 @@ def summarize(samples: Sequence[Sample], slo: Slo, length_s: float) -> dict[str,
     length_s = max(length_s, 1e-9)
     prompt_tokens = sum(s.prompt_tokens or 0 for s in done)
     cached = [s.cached_tokens for s in done if s.cached_tokens is not None]
-    outcomes = Counter(s.outcome.value if s.outcome else UNFINISHED for s in samples)
+    outcomes = Counter(UNFINISHED if s.outcome is None or s.error == UNFINISHED else s.outcome.value for s in samples)
     reasons = Counter(filter(None, map(miss_reason, samples, records)))
     return {
         "offered": len(samples),

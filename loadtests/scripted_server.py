@@ -143,8 +143,11 @@ def serve(script: Script) -> Iterator[ScriptedServer]:
         ready.set()
         await stop.wait()
         listener.close()
-        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        running = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in running:
             task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        await asyncio.sleep(0.01)  # closed transports let go of their sockets a turn later
 
     thread = threading.Thread(target=loop.run_until_complete, args=(main(),), daemon=True)
     thread.start()
