@@ -9,6 +9,14 @@ For a prefill engine p, a decode engine d and a prompt whose first m_p tokens p 
 `wait` is a queue of prefill work (and of KV that leases must give back), `room_d` the wait for free sequences and KV
 blocks. All but the transfer's distance is a term of p plus a term of d, so the best pair takes one pass over each pool.
 
+Shared prefixes. Where a prompt leaves what others hold at a point from which `fan_out` prompts go on differently, the
+prefix up to there will be used about as often again (Lindy). An engine that lacks it computes it once for all of those,
+so the cost of doing so is divided by 1 + fan_out; if that is below 1% of the TTFT limit, the engine ranks as if it held
+the prefix. New conversations thus spread over the pool although one engine has the system prompt, at a cost of at most
+one computation of it per engine, while a conversation's own history is never computed twice for balance.
+
+Equal candidates: the one that was given least lately, at random where that is equal too.
+
 Nothing here changes a load; the model learns three means from finished requests.
 """
 
@@ -31,6 +39,9 @@ TIE_S = 0.5e-3
 """Predictions that differ by less are equal: the model is not better than that."""
 OUTPUT_TOKENS_PRIOR = 200.0
 HOLD_PRIOR_S = 0.1
+SHARED_FAN_OUT = 2
+SHARED_FRACTION = 0.01
+"""Of the TTFT limit: what a request may pay for its part of a prefix that others will use."""
 DISTANCE_LEARNED = 5
 """Transfers over a distance before its factor is used."""
 DISTANCE_BOUND = 20.0
@@ -56,6 +67,7 @@ class Question:
         cached: the same, with prefixes that are being computed there now: it will hold them by the time it gets to
             this request.
         output_tokens, context_tokens: expected length of the answer; prompt plus half of it.
+        shared_tokens, fan_out: the prefix that others go on from differently, 0 if there is none; in how many ways.
     """
 
     request: Request
@@ -63,6 +75,8 @@ class Question:
     cached: dict[str, int]
     output_tokens: float
     context_tokens: float
+    shared_tokens: int = 0
+    fan_out: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +149,14 @@ class CostModel:
         """From ticket to first token: how long a prompt's KV stays on its prefill engine."""
         self.distance_factor = {d: Mean(1.0) for d in Distance}
 
-    def question(self, request: Request, matched: dict[str, int], pending: dict[str, int]) -> Question:
+    def question(
+        self,
+        request: Request,
+        matched: dict[str, int],
+        pending: dict[str, int],
+        shared_tokens: int = 0,
+        fan_out: int = 0,
+    ) -> Question:
         output = min(self.output_tokens.value, request.max_output_tokens)
         cached = matched
         if pending:
@@ -143,7 +164,10 @@ class CostModel:
             for worker_id, tokens in pending.items():
                 if tokens > cached.get(worker_id, 0):
                     cached[worker_id] = tokens
-        return Question(request, matched, cached, output, request.prompt_tokens + output / 2)
+        if fan_out < SHARED_FAN_OUT:
+            shared_tokens = 0
+        context = request.prompt_tokens + output / 2
+        return Question(request, matched, cached, output, context, shared_tokens, fan_out)
 
     def observe(self, record: RequestRecord, prefill: WorkerLoad | None, decode: WorkerLoad | None) -> None:
         """Learn output lengths, and how much longer than modelled transfers over a distance take."""
@@ -164,16 +188,16 @@ class CostModel:
     ) -> Choice | None:
         """The best pair; None if no decode engine can ever hold the request."""
         waits = self._sources(q, prefills, now)
-        best, index = _draw(waits, rng)
+        _, index, best = _draw(waits, prefills, now, rng)
         first = self._source(q, prefills[index], best, now)
         near = self._nearest(q, prefills, waits, first, now)
         far = self.factor(Distance.FAR)
         request, slo_tpot = q.request, q.request.slo.tpot_s
         prompt, context, matched = request.prompt_tokens, q.context_tokens, q.matched.get
         tokens = prompt + request.n * int(q.output_tokens)
-        transfers: dict[tuple[int, int], float] = {}
-        candidates: list[tuple[float, int, float, Source]] = []
-        outside: list[tuple[float, int, float, Source]] = []
+        transfers: dict[tuple[int, int], tuple[float, float]] = {}
+        candidates: list[tuple[float, int, float, float, Source]] = []
+        outside: list[tuple[float, int, float, float, Source]] = []
         for i, d in enumerate(decodes):
             held = matched(d.name, 0)
             if d.step_base_s < 0:
@@ -188,19 +212,22 @@ class CostModel:
                 if room == math.inf:
                     continue
             key = (d.times_id, held)
-            transfer = transfers.get(key)
-            if transfer is None:
-                transfer = transfers[key] = d.times.transfer_s((prompt - held) * d.info.kv_bytes_per_token)
+            known = transfers.get(key)
+            if known is None:
+                known = transfers[key] = self._transfer_s(q, d, held)
+            counted, transfer = known
             # Less what every candidate shares, so that ties are judged on what d decides.
             own, source = (far * transfer, first) if near is None else near(d, transfer)
+            rank = own - (transfer - counted)
             if best + own < room:
                 own = room - best
+                rank = max(rank, own)
             limit = slo_tpot if slo_tpot < d.tightest_tpot_s else d.tightest_tpot_s
-            (candidates if tpot <= limit else outside).append((own + tpot, i, tpot, source))
+            (candidates if tpot <= limit else outside).append((rank + tpot, i, own + tpot, tpot, source))
         if candidates:
-            own, index, tpot, source = _draw(candidates, rng)
+            _, index, own, tpot, source = _draw(candidates, decodes, now, rng)
         elif outside:
-            own, index, tpot, source = min(outside, key=lambda c: (c[2], c[0], rng.random()))
+            _, index, own, tpot, source = min(outside, key=lambda c: (c[3], c[0], rng.random()))
         else:
             return None
         return Choice(
@@ -225,17 +252,18 @@ class CostModel:
         prompt, n, context, output = request.prompt_tokens, request.n, q.context_tokens, q.output_tokens
         tokens = prompt + n * int(output)
         cached_of, held = q.cached.get, q.matched.get
-        works: dict[tuple[int, int], tuple[float, int]] = {}
-        candidates: list[tuple[float, int, float, float]] = []
-        outside: list[tuple[float, int, float, float]] = []
+        works: dict[tuple[int, int], tuple[float, int, float]] = {}
+        candidates: list[tuple[float, int, float, float, float]] = []
+        outside: list[tuple[float, int, float, float, float]] = []
         for i, d in enumerate(decodes):
             cached = cached_of(d.name, 0)
             key = (d.times_id, cached)
             known = works.get(key)
             if known is None:
                 chunks = -(-(prompt - cached) // d.info.max_num_batched_tokens)
-                known = works[key] = prefill_s(d, prompt - cached, cached), chunks
-            work, chunks = known
+                work = prefill_s(d, prompt - cached, cached)
+                known = works[key] = work, chunks, work - self._rank(q, d, cached, work)
+            work, chunks, shared = known
             limit = slo_tpot if slo_tpot < d.tightest_tpot_s else d.tightest_tpot_s
             if forced is None and work > limit * chunks:
                 continue
@@ -258,11 +286,11 @@ class CostModel:
                 share += d.local_share(now)
             tpot = step / (1.0 - share) if share < LONGEST_SHARE else step / (1.0 - LONGEST_SHARE)
             ttft = wait + work + chunks * step
-            (candidates if tpot <= limit else outside).append((ttft, i, tpot, work))
+            (candidates if tpot <= limit else outside).append((ttft - shared, i, ttft, tpot, work))
         if candidates:
-            ttft, index, tpot, work = _draw(candidates, rng)
+            _, index, ttft, tpot, work = _draw(candidates, decodes, now, rng)
         elif forced is not None and outside:
-            ttft, index, tpot, work = min(outside, key=lambda c: (c[0], rng.random()))
+            _, index, ttft, tpot, work = min(outside, key=lambda c: (c[0], rng.random()))
         else:
             return None
         d = decodes[index]
@@ -313,23 +341,48 @@ class CostModel:
         mean = self.distance_factor[d]
         return mean.value if mean.samples >= DISTANCE_LEARNED else 1.0
 
-    def _sources(self, q: Question, prefills: Sequence[WorkerLoad], now: float) -> list[tuple[float, int]]:
-        """(time until the prompt is computed there, position) for each prefill engine."""
+    def _sources(self, q: Question, prefills: Sequence[WorkerLoad], now: float) -> list[tuple[float, int, float]]:
+        """(rank, position, time until the prompt is computed there) for each prefill engine."""
         prompt, cached_of = q.request.prompt_tokens, q.cached.get
-        works: dict[tuple[int, int], float] = {}
+        works: dict[tuple[int, int], tuple[float, float]] = {}
         waits = []
         for i, p in enumerate(prefills):
             cached = cached_of(p.name, 0)
             key = (p.times_id, cached)
-            ready = works.get(key)
-            if ready is None:
-                ready = works[key] = prefill_s(p, prompt - cached, cached)
+            known = works.get(key)
+            if known is None:
+                ready = prefill_s(p, prompt - cached, cached)
+                known = works[key] = self._rank(q, p, cached, ready), ready
+            rank, ready = known
             if p.free_s > now:
-                ready += p.free_s - now
+                wait = p.free_s - now
+                rank += wait
+                ready += wait
             if prompt > p.free_blocks * p.block:
-                ready += self._lease_wait_s(p, prompt)
-            waits.append((ready, i))
+                wait = self._lease_wait_s(p, prompt)
+                rank += wait
+                ready += wait
+            waits.append((rank, i, ready))
         return waits
+
+    def _rank(self, q: Question, worker: WorkerLoad, cached: int, work: float) -> float:
+        """Compute time as it counts for the choice: without a shared prefix that is worth having there."""
+        if cached >= q.shared_tokens:
+            return work
+        without = prefill_s(worker, q.request.prompt_tokens - q.shared_tokens, q.shared_tokens)
+        return without if work - without <= self._share_limit_s(q) else work
+
+    def _transfer_s(self, q: Question, d: WorkerLoad, held: int) -> tuple[float, float]:
+        """Transfer time of what d does not hold: as it counts for the choice, and as it is."""
+        size = d.info.kv_bytes_per_token
+        transfer = d.times.transfer_s((q.request.prompt_tokens - held) * size)
+        if held >= q.shared_tokens:
+            return transfer, transfer
+        without = d.times.transfer_s((q.request.prompt_tokens - q.shared_tokens) * size)
+        return (without if transfer - without <= self._share_limit_s(q) else transfer), transfer
+
+    def _share_limit_s(self, q: Question) -> float:
+        return SHARED_FRACTION * q.request.slo.ttft_s * (1 + q.fan_out)
 
     def _lease_wait_s(self, p: WorkerLoad, prompt: int) -> float:
         """Wait for leases on p to end where the prompt needs their KV."""
@@ -343,11 +396,16 @@ class CostModel:
         cached = q.cached.get(p.name, 0)
         work = prefill_s(p, q.request.prompt_tokens - cached, cached)
         if ready is None:
-            ready = self._sources(q, [p], now)[0][0]
+            ready = self._sources(q, [p], now)[0][2]
         return Source(ready, work, p, cached)
 
     def _nearest(
-        self, q: Question, prefills: Sequence[WorkerLoad], waits: Sequence[tuple[float, int]], first: Source, now: float
+        self,
+        q: Question,
+        prefills: Sequence[WorkerLoad],
+        waits: Sequence[tuple[float, int, float]],
+        first: Source,
+        now: float,
     ) -> Callable[[WorkerLoad, float], tuple[float, Source]] | None:
         """How to find the best source for a given decode engine; None where distance makes no difference.
 
@@ -358,7 +416,7 @@ class CostModel:
             return None
         by_node: dict[str, Source] = {}
         by_rack: dict[str, Source] = {}
-        for ready, i in sorted(waits):
+        for _, i, ready in sorted(waits):
             info = prefills[i].info
             if info.node not in by_node or info.rack not in by_rack:
                 source = self._source(q, prefills[i], ready, now)
@@ -384,12 +442,14 @@ def with_local_prefill(step_s: float, share: float) -> float:
     return step_s / (1.0 - min(share, LONGEST_SHARE))
 
 
-def _draw(costs: list[T], rng: random.Random) -> T:
-    """The candidate with the least first item; one of the ties at random."""
+def _draw(costs: list[T], workers: Sequence[WorkerLoad], now: float, rng: random.Random) -> T:
+    """The candidate with the least first item. Of ties the worker (second item) that was given least lately."""
     best = min(costs)[0]
     limit = best + max(TIE_S, TIE_FRACTION * best)
     ties = [c for c in costs if c[0] <= limit]
-    return ties[0] if len(ties) == 1 else ties[int(rng.random() * len(ties))]
+    if len(ties) == 1:
+        return ties[0]
+    return min(ties, key=lambda c: (workers[c[1]].recent(now), rng.random()))
 
 
 def _first(cost: tuple[float, Source]) -> float:

@@ -7,11 +7,13 @@ from the moment of the decision, which is what keeps a burst from piling onto on
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from cluster.messages import Request, Role, WorkerInfo, WorkerSnapshot, WorkerState
 from cluster.perf.times import StepTimes
 
+RECENT_S = 60.0
 STALE = -1.0
 CURVE_TOKENS = 4096
 """Context over which the slope of a decode step is taken."""
@@ -75,6 +77,8 @@ class WorkerLoad:
         "_limits",
         "_local_share",
         "_local_window_s",
+        "_recent",
+        "_recent_s",
         "_unseen",
         "block",
         "free_blocks",
@@ -111,6 +115,7 @@ class WorkerLoad:
         self.tightest_tpot_s = float("inf")
         """The smallest TPOT limit among this router's requests on this decode engine."""
         self._limits: dict[float, int] = {}
+        self._recent, self._recent_s = 0.0, now
         self._local_share, self._local_window_s = 0.0, 1.0
         self.local_until_s = now
         self.step_slope_s = 0.0
@@ -148,6 +153,10 @@ class WorkerLoad:
         base = self.times.step_s((), batch, context)
         self.step_slope_s = (self.times.step_s((), batch, context + CURVE_TOKENS) - base) / CURVE_TOKENS
         self.step_base_s = base
+
+    def recent(self, now: float) -> float:
+        """What was placed here lately, fading over `RECENT_S`; breaks ties between engines that look equal."""
+        return self._recent * math.exp((self._recent_s - now) / RECENT_S)
 
     def local_share(self, now: float) -> float:
         """Fraction of this engine's time that local prefills take; it fades out until `local_until_s`."""
@@ -196,6 +205,9 @@ class WorkerLoad:
         else:
             self._limits.pop(limit, None)
             self.tightest_tpot_s = min(self._limits, default=float("inf"))
+
+    def add_recent(self, now: float, amount: float) -> None:
+        self._recent, self._recent_s = self.recent(now) + amount, now
 
     def add_local_prefill(self, now: float, window_s: float, work_s: float) -> None:
         """A prompt of `work_s` is computed between the steps of requests that decode for about `window_s`."""

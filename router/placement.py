@@ -279,14 +279,17 @@ class Placer:
         block = self.key_block_tokens
         most = (request.prompt_tokens - 1) // block  # an engine always computes the last token
         matched: dict[str, int] = {}
+        deepest = 0
         for mask, depth in self.index.match_masks(keys):
             matched.update(dict.fromkeys(self.index.names_of(mask), min(depth, most) * block))
+            deepest = max(deepest, depth)
+        fan_out = self.index.fan_out(keys[deepest - 1]) if 0 < deepest < len(keys) else 0
         pending = {}
         for worker_id, other in self._pending.get(keys[0], {}).items():
             held = matched.get(worker_id, 0) // block
             if held < most and held < len(other) and keys[held] == other[held]:
                 pending[worker_id] = min(_common(keys, other, held), most) * block
-        return self.model.question(request, matched, pending)
+        return self.model.question(request, matched, pending, deepest * block, fan_out)
 
     def _choose(
         self, q: Question, now: float, rng: random.Random, exclude: frozenset[str], local_only: bool
@@ -351,6 +354,8 @@ class Placer:
         worker = p or d
         worker.add_prefill(r, now)
         d.add_decode(r)
+        worker.add_recent(now, choice.prefill_s)
+        d.add_recent(now, self.model.window_s(q, choice.tpot_s))
         if p is None:
             d.add_local_prefill(now, self.model.window_s(q, choice.tpot_s), choice.prefill_s)
         if request.block_keys:

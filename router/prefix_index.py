@@ -204,6 +204,18 @@ class PrefixIndex:
             found.append((mask, hi))
         return self._verified(keys, found) if self._holey else found
 
+    def fan_out(self, key: int, most: int = 64) -> int:
+        """In how many ways prompts go on after this block, as far as is known; counts to `most`."""
+        row = self._rows.get(key)
+        first = child = self._child[row] if row is not None else 0
+        count = 0
+        while child and count < most:
+            count += 1
+            child = self._next[child]
+            if child == first:
+                break
+        return count
+
     def held_blocks(self, worker_id: str) -> int:
         lane = self._lanes.get(worker_id)
         return 0 if lane is None else self._held[lane]

@@ -29,7 +29,7 @@ def walked(held: dict[str, set[int]], keys: tuple[int, ...]) -> dict[str, int]:
     return out
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(25))
 @pytest.mark.parametrize("workers", [3, 130])
 def test_equals_a_walk_over_every_block_whatever_happens(seed, workers):
     """Stores with and without known parents, removals in any order (holes), clears, over 64-worker planes."""
@@ -133,6 +133,14 @@ def test_one_prompt_longer_than_the_cap():
     index.clear("b")
     index.store("a", tuple(range(50)))
     assert index.longest_match(tuple(range(50))) == {"a": 50}
+
+
+def test_fan_out_counts_the_ways_prompts_go_on():
+    index = PrefixIndex()
+    for i in range(100):
+        index.store(f"w{i % 3}", (1, 2, 1000 + i))
+    assert [index.fan_out(key) for key in (1, 2, 1000, 77)] == [1, 64, 0, 0]
+    assert index.fan_out(2, most=1000) == 100
 
 
 def test_unknown_names_and_keys_are_ignored():
