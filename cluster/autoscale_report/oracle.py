@@ -1,0 +1,92 @@
+"""The bill of somebody who knows the future: the smallest split that keeps the SLO, per window, and for a whole run."""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left
+from collections.abc import Callable
+
+from cluster.autoscale_report.scenarios import Scenario
+from cluster.goodput.accounting import is_good, is_missed
+from cluster.messages import Role, WorkerState
+from cluster.sim.fleet import Fleet, Options
+from cluster.workload.arrival import Arrival
+
+# Full-size operation before a window, so that caches are warm and no backlog is carried in.
+LEAD_S = 120.0
+# Load goes on for this long after a window while its last requests finish.
+TAIL_S = 30.0
+Size = tuple[int, int]
+
+
+def attainment_in_window(scenario: Scenario, arrivals: list[Arrival], start_s: float, size: Size) -> float | None:
+    """Attainment of the requests that arrive in one window if the cluster has `size` from its start; None if none do."""
+    end_s = min(start_s + scenario.window_s, scenario.duration_s)
+    fleet = Fleet(scenario.config(*scenario.most), Options(keep_itl=False))
+    lead_s = max(0.0, start_s - LEAD_S)
+    first = bisect_left(arrivals, lead_s, key=lambda a: a.at_s)
+    last = bisect_left(arrivals, end_s + TAIL_S, key=lambda a: a.at_s)
+    for arrival in arrivals[first:last]:
+        fleet.kernel.at(arrival.at_s - lead_s, fleet.arrive, arrival)
+    fleet.kernel.run(start_s - lead_s)
+    for role, keep in zip((Role.PREFILL, Role.DECODE), size, strict=True):
+        workers = [w for w in fleet.pool(role) if w.state is WorkerState.READY]
+        for worker in sorted(workers, key=lambda w: len(w.engine.scheduler.running))[: len(workers) - keep]:
+            fleet.drain(worker)
+    fleet.kernel.run()
+    inside = [r for r in fleet.records if start_s <= r.arrival_s + lead_s < end_s]
+    judged = [r for r in inside if is_good(r) or is_missed(r)]
+    return sum(map(is_good, judged)) / len(judged) if judged else None
+
+
+def cheapest(attainment: Callable[[Size], float | None], most: Size, target: float, guess: Size) -> Size:
+    """The smallest size (fewest replicas in all) that attains `target`, or nearly what the largest size attains.
+
+    Attainment is taken to grow with either pool, so each is searched alone beside a full other one, and their
+    combination is then checked and enlarged where it falls short.
+    """
+    known: dict[Size, float | None] = {}
+
+    def attains(size: Size) -> bool:
+        if size not in known:
+            known[size] = attainment(size)
+        value = known[size]
+        return value is None or value >= goal
+
+    goal = target
+    if not attains(most):
+        best = known[most]
+        assert best is not None
+        goal = best - 0.005
+
+    def alone(axis: int) -> int:
+        def size(n: int) -> Size:
+            return (n, most[1]) if axis == 0 else (most[0], n)
+
+        n = min(max(guess[axis], 1), most[axis])
+        if attains(size(n)):
+            while n > 1 and attains(size(n - 1)):
+                n -= 1
+            return n
+        while n < most[axis] and not attains(size(n)):
+            n += 1
+        return n
+
+    prefill, decode = alone(0), alone(1)
+    for more in itertools.count():
+        for extra in range(more + 1):
+            size = (min(prefill + extra, most[0]), min(decode + more - extra, most[1]))
+            if attains(size) or size == most:
+                return size
+    raise AssertionError("unreachable")
+
+
+def window_size(scenario: Scenario, arrivals: list[Arrival], start_s: float, guess: Size) -> Size:
+    """The oracle's size for one window."""
+    return cheapest(
+        lambda size: attainment_in_window(scenario, arrivals, start_s, size), scenario.most, 0.95, guess
+    )
+
+
+def windows(scenario: Scenario) -> list[float]:
+    return [i * scenario.window_s for i in range(int(-(-scenario.duration_s // scenario.window_s)))]
