@@ -13,7 +13,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from cluster.engine.base import Engine, EngineDelta
@@ -22,6 +22,7 @@ from cluster.goodput.meter import LoadMeter
 from cluster.link import LinkClient
 from cluster.messages import WorkerInfo, WorkerSnapshot, WorkerState
 from cluster.wire import Cancel, LegCall, LegEnd, Load, Message, Output, Settle, Step
+from kv_transfer.ledger import LeaseEnd, LeaseLedger
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class Worker:
         self._connecting: dict[str, asyncio.Lock] = {}
         self._outbox: dict[str, list[Output]] = {}
         self._cancelled_early: OrderedDict[str, None] = OrderedDict()
-        self._open_leases = 0
+        self.leases = LeaseLedger(lease_s)
         self._draining = False
         self._last_steps = -1
         self._last_progress_s = time.monotonic()
@@ -78,7 +79,7 @@ class Worker:
     def snapshot(self) -> WorkerSnapshot:
         snapshot = self.engine.snapshot()
         state = WorkerState.DRAINING if self._draining and snapshot.state is WorkerState.READY else snapshot.state
-        return replace(snapshot, open_leases=self._open_leases, state=state)
+        return replace(snapshot, open_leases=len(self.leases), state=state)
 
     async def run(self, call: LegCall) -> LegEnd:
         """Serve one leg; see `LegKind`. Errors of the request travel over the link, never as an exception.
@@ -176,7 +177,7 @@ class Worker:
             return
         leg.finished = True
         if ticket is not None:
-            self._open_leases += 1
+            self._grant(leg)
             asyncio.get_running_loop().call_later(self._lease_s, self._expire, leg)
         else:
             leg.settled = leg.settled or "done"
@@ -224,19 +225,27 @@ class Worker:
 
     # Ends
 
+    def _grant(self, leg: _Leg) -> None:
+        request = leg.call.request
+        tokens = len(request.prompt_token_ids)
+        blocks = -(-tokens // self.info.block_size_tokens)
+        size = tokens * self.info.kv_bytes_per_token
+        self.leases.grant(request.request_id, leg.call.router.router_id, blocks, size, time.monotonic())
+
     def _expire(self, leg: _Leg) -> None:
         if not leg.ended.is_set():
             self.counts["expired"] += 1
             log.warning("lease of %s was never settled; released after %.0f s", leg.call.request.request_id, self._lease_s)
-            leg.settled = "released"
+            leg.settled = "expired"
             leg.ended.set()
 
     def _close(self, leg: _Leg) -> str:
         """The outcome, and the leg is off the books."""
         self._legs.pop(leg.call.request.request_id, None)
         end = leg.settled or "cancelled"
-        if leg.call.kind == "prefill" and leg.finished and end != "failed":
-            self._open_leases -= 1
+        if self.leases.holds(leg.call.request.request_id):
+            how = LeaseEnd(end) if end in ("pulled", "expired") else LeaseEnd.RELEASED
+            self.leases.end(leg.call.request.request_id, how, time.monotonic())
             end = "pulled" if end == "pulled" else "released"
         self.counts[end] += 1
         return end
@@ -312,4 +321,5 @@ def describe(worker: Worker) -> dict[str, Any]:
         "kv_total_blocks": worker.info.kv_total_blocks,
         "open_leases": snapshot.open_leases,
         "legs": dict(worker.counts),
+        "leases": asdict(worker.leases.counters()) | asdict(worker.leases.gauges(time.monotonic())),
     }

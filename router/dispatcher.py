@@ -37,6 +37,7 @@ from cluster.messages import (
     WorkerState,
 )
 from cluster.wire import LegEnd, Output
+from kv_transfer.ledger import LeaseEnd, LeaseLedger
 from router import lifecycle_messages as msg
 from router.health import Change, Health, Trust
 from router.lifecycle import Lifecycle
@@ -139,6 +140,7 @@ class Dispatcher:
         self.worker_listeners: list[Callable[[WorkerInfo, bool], None]] = []
         self.health = Health(limits.silent_s, limits.stall_s, look_every_s=LOOK_EVERY_S)
         self._look_timer: asyncio.TimerHandle | None = None
+        self.leases = LeaseLedger()
 
     @property
     def running(self) -> int:
@@ -268,6 +270,7 @@ class Dispatcher:
             self._leg_failed(leg_id, leg, end)
         elif choice is None:
             del self._legs[leg_id]
+            self.leases.end(leg_id, LeaseEnd.PULLED if end.outcome == "pulled" else LeaseEnd.EXPIRED, self._clock())
             if end.outcome in ("pulled", "released", "cancelled"):
                 outcome = msg.LeaseOutcome.PULLED if end.outcome == "pulled" else msg.LeaseOutcome.EXPIRED
                 self._feed(run, msg.LeaseEnded(attempt, outcome))
@@ -422,12 +425,14 @@ class Dispatcher:
             compute_s=output.compute_s or 0.0,
         )
         run.on_ticket(ticket, now)
+        self.leases.grant(ticket.lease_id, run.request.request_id, ticket.blocks, ticket.bytes, now)
         self.health.served(worker_id, None, now)
         self.placer.on_prefilled(run.request.request_id, now, ticket.cached_tokens)
         self._feed(run, msg.TicketReady(attempt, ticket))
 
     def _end_prefill(self, run: Run, action: msg.EndPrefill) -> None:
         leg_id = f"{run.request.request_id}-{action.attempt}p"
+        self.leases.end(leg_id, LeaseEnd.PULLED if action.pulled else LeaseEnd.RELEASED, self._clock())
         if self._legs.pop(leg_id, None) is not None:
             self._transport.settle(run.legs[leg_id], leg_id, pulled=action.pulled)
 
@@ -439,6 +444,7 @@ class Dispatcher:
 
     def _leg_failed(self, leg_id: str, leg: tuple[Run, int, int | None], error: RequestError) -> None:
         self._legs.pop(leg_id, None)
+        self.leases.end(leg_id, LeaseEnd.EXPIRED, self._clock())
         run, attempt, choice = leg
         if isinstance(error, EngineFailed):
             error.retryable = True
@@ -490,6 +496,8 @@ class Dispatcher:
         for leg_id in run.legs:
             if self._legs.pop(leg_id, None) is not None and action.outcome is not Outcome.DONE:
                 log.error("leg %s was still open when its request ended", leg_id)
+        for lease in self.leases.request_ended(request_id):
+            log.error("lease %s outlived its request", lease.lease_id)
         self.placer.on_end(request_id, self._clock())
         error = run.final_error or action.error
         record = run.record(action.outcome, error, self._clock())

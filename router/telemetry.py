@@ -93,6 +93,7 @@ class Telemetry:
                 replicas[role.value, "draining"] = left
         self._progress = {w: seen for w, seen in self._progress.items() if w in dispatcher.workers}
         depth, oldest_s = self.queue()
+        leases = dispatcher.leases.counters()
         values: dict[str, Any] = {
             "pdserve_pool_replicas": replicas,
             "pdserve_pool_accelerators": accelerators,
@@ -103,6 +104,13 @@ class Telemetry:
             "pdserve_worker_steps_total": steps,
             "pdserve_worker_no_progress": stalled,
             "pdserve_leases_open": float(sum(load.open_leases for load in dispatcher.loads.values())),
+            "pdserve_leases_total": {
+                "granted": float(leases.granted),
+                "pulled": float(leases.pulled),
+                "released": float(leases.released),
+                "expired": float(leases.expired),
+                "outlived": float(leases.outlived),
+            },
             "pdserve_router_queue_depth": float(depth),
             "pdserve_router_queue_oldest_wait_seconds": oldest_s,
         }

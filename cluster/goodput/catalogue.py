@@ -84,7 +84,7 @@ _SPECS = (
     _counter("transfer_blocks", "KV blocks moved from prefill to decode engines"),
     _histogram("transfer_seconds", "Duration of a KV transfer, per request"),
     _gauge("leases_open", "KV leases that are granted and neither pulled nor given up"),
-    _counter("leases", "KV leases by event: granted, pulled, released, expired", "event"),
+    _counter("leases", "KV leases by event; outlived: open although its request has ended", "event"),
     # Pools and their engines.
     _gauge("pool_replicas", "Replicas by pool and state", "pool", "state"),
     _gauge("pool_accelerators", "Accelerators held by a pool", "pool"),
