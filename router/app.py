@@ -16,6 +16,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from cluster.config import ClusterConfig, parse
+from cluster.engine.simulation.sampling import plain
 from cluster.engine.vllm.arguments import served_name, shared_arguments
 from cluster.engine.vllm.environment import base_environment
 from cluster.goodput.metrics import CONTENT_TYPE, Metrics
@@ -76,7 +77,8 @@ class Router:
         vllm_config = describe_model(shared_arguments(self._config, model.path))
         self.client = ClusterEngineClient(vllm_config, self._router_id, slo, lambda: self.placer.key_block_tokens)
         handles = {Role.DECODE: decode} if prefill is None else {Role.PREFILL: prefill, Role.DECODE: decode}
-        self.transport = ServeTransport(context.app_name, handles, DEPLOYMENTS)
+        for_engine = {"sampling_for_engine": plain} if self._config.engine.kind == "simulated" else {}
+        self.transport = ServeTransport(context.app_name, handles, DEPLOYMENTS, **for_engine)
         self.dispatcher = self.client.dispatcher = Dispatcher(
             self.transport,
             self.placer,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -45,7 +46,7 @@ def router_status(
             "predicted_cached_tokens": placer.predicted_cached_tokens,
             "actual_cached_tokens": placer.actual_cached_tokens,
         },
-        "goodput": metrics.stats.summary(max(1e-9, time.monotonic() - started_s)),
+        "goodput": finite(metrics.stats.summary(max(1e-9, time.monotonic() - started_s))),
     }
 
 
@@ -90,3 +91,12 @@ def _pool(role: Role, config: ClusterConfig, dispatcher: Dispatcher) -> dict[str
         "replicas": replicas,
         "open_leases": sum(r["open_leases"] for r in replicas),
     }
+
+
+def finite(value: Any) -> Any:
+    """For JSON: a number that it cannot hold (no sample yet, or only failures) becomes null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(inner) for key, inner in value.items()}
+    return [finite(inner) for inner in value] if isinstance(value, list | tuple) else value

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
 from ray.exceptions import RayActorError, RayError, RayTaskError, TaskCancelledError
@@ -58,10 +59,18 @@ class ServeTransport:
     Args:
         handles: one per pool; its replicas run `PoolReplica.run`.
         application: name of the Serve application, part of the key under which replicas are watched.
+        sampling_for_engine: what of a leg's sampling parameters is sent; the engine's kind decides.
     """
 
-    def __init__(self, application: str, handles: dict[Role, DeploymentHandle], deployments: dict[Role, str]) -> None:
+    def __init__(
+        self,
+        application: str,
+        handles: dict[Role, DeploymentHandle],
+        deployments: dict[Role, str],
+        sampling_for_engine: Callable[[Any], Any] = lambda sampling: sampling,
+    ) -> None:
         self._application = application
+        self._sampling_for_engine = sampling_for_engine
         self._handles = handles
         self._deployments = deployments
         self._links = LinkServer(self._on_message, self._on_link_lost)
@@ -95,6 +104,7 @@ class ServeTransport:
         await self._links.close()
 
     def open(self, worker: WorkerInfo, kind: LegKind, request: EngineRequest) -> None:
+        request = replace(request, sampling=self._sampling_for_engine(request.sampling))
         call = LegCall(worker.worker_id, worker.incarnation, kind, request, self._links.address)
         response = self._handles[worker.role].run.remote(call)
         task = self._loop.create_task(self._wait(request.request_id, worker.worker_id, response))
