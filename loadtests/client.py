@@ -110,10 +110,14 @@ class Client:
 
     async def send(self, sample: Sample, request: bytes, *, choices: int = 1) -> Sample:
         """Run one exchange to its end, whatever that is. Raises nothing for what a server or a network does."""
+        sample.sent_s = self._clock()
+        await self.drive(Exchange(sample, choices=choices), request)
+        return sample
+
+    async def drive(self, exchange: Exchange, request: bytes) -> None:
+        """Run an exchange that was made elsewhere; it is finished afterwards."""
         if self._sweeper is None:
             self._sweeper = asyncio.create_task(self._sweep())
-        sample.sent_s = self._clock()
-        exchange = Exchange(sample, choices=choices)
         try:
             while not exchange.finished:
                 await self._attempt(exchange, request)
@@ -122,7 +126,6 @@ class Client:
         except asyncio.CancelledError:
             exchange.fail(self._clock(), UNFINISHED)
             raise
-        return sample
 
     async def _attempt(self, exchange: Exchange, request: bytes) -> None:
         connection = self._take()
