@@ -8,7 +8,7 @@ import os
 import random
 import time
 from collections import deque
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import ray
@@ -24,6 +24,7 @@ from cluster.messages import Request, RequestRecord, Role, WorkerInfo
 from cluster.models.resolve import resolve
 from kv_transfer.settings import TICKET_REQUEST
 from router.dispatcher import Dispatcher
+from router.gateway.context import current
 from router.gateway.stack import guard
 from router.kv_event_reader import KvEventReader
 from router.kv_events import Quality
@@ -37,7 +38,7 @@ from router.warmup import Warmup
 
 log = logging.getLogger(__name__)
 
-RECORDS_KEPT = 2048
+RECORDS_KEPT = 8192
 DEPLOYMENTS = {Role.PREFILL: "prefill", Role.DECODE: "decode"}
 ROUTER = "router"
 
@@ -62,7 +63,8 @@ class Router:
         context = serve.get_replica_context()
         self._router_id = context.replica_id.unique_id
         slo = self._config.slo.to_slo()
-        self._records: deque[RequestRecord] = deque(maxlen=RECORDS_KEPT)
+        self._records: deque[dict[str, Any]] = deque(maxlen=RECORDS_KEPT)
+        self._client_ids: dict[str, str] = {}
         self.metrics = Metrics(slo)
         self.index = PrefixIndex(self._config.router.placement.index_max_blocks)
         self.times = WorkerTimes()
@@ -112,11 +114,15 @@ class Router:
         async def status(_: Any) -> Response:
             return JSONResponse(self.status())
 
+        async def records(_: Any) -> Response:
+            return JSONResponse(self.records())
+
         app = self._openai
         app.router.routes[:0] = [
             Route("/metrics", metrics),
             Route("/health", health),
             Route("/pdserve/status", status),
+            Route("/pdserve/records", records),
         ]
         return guard(
             app,
@@ -124,7 +130,7 @@ class Router:
             vocab_size=self.client.model_config.get_vocab_size(),
             environ=os.environ,
             slo=self._config.slo.to_slo(),
-            extra_paths=("/pdserve/status",),
+            extra_paths=("/pdserve/status", "/pdserve/records"),
         )
 
     def status(self) -> dict[str, Any]:
@@ -142,8 +148,11 @@ class Router:
         return waited_for
 
     def records(self, after: int = 0) -> list[dict[str, Any]]:
-        """The latest finished requests, oldest first, without their ITL samples."""
-        return [{**asdict(r), "itl_s": None} for r in list(self._records)[after:]]
+        """The latest finished requests, oldest first, without their ITL samples.
+
+        `client_request_id` is what the client called it (X-Request-Id), for joining with a client's own figures.
+        """
+        return list(self._records)[after:]
 
     async def check_health(self) -> None:
         """A router that answers is healthy."""
@@ -160,12 +169,16 @@ class Router:
         return self.telemetry.autoscaling_stats()
 
     def _on_arrival(self, request: Request) -> None:
+        if (client_id := current().client_request_id) is not None:
+            self._client_ids[request.request_id] = client_id
         self.metrics.start(prompt_tokens=request.prompt_tokens, tenant=request.tenant, priority=request.priority)
 
     def _on_record(self, record: RequestRecord) -> None:
         self.times.observe(record)
+        client_id = self._client_ids.pop(record.request_id, None)
         if record.tenant != Warmup.TENANT:
-            self._records.append(record)
+            slim = asdict(replace(record, itl_s=[]))
+            self._records.append({**slim, "itl_s": None, "client_request_id": client_id})
             self.metrics.observe(record)
 
     def _follow_events(self, info: WorkerInfo, up: bool) -> None:
