@@ -68,6 +68,7 @@ class Worker:
         self._last_steps = -1
         self._last_progress_s = time.monotonic()
         self._last_load_s = 0.0
+        self._heartbeat: asyncio.TimerHandle | None = None
         self.meter = LoadMeter()
         self.counts = {"legs": 0, "done": 0, "pulled": 0, "released": 0, "cancelled": 0, "failed": 0, "expired": 0}
         engine.on_step(self._after_step)
