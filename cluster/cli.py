@@ -16,6 +16,7 @@ from cluster.errors import UserError
 
 # name -> (module, one line of help). A module has `command` (a function) or `app` (a typer group).
 COMMANDS: dict[str, tuple[str, str]] = {
+    "simulate": ("simulate", "a workload against a simulated cluster, in virtual time"),
     "fit": ("fit", "measure an engine and write the profile that simulator and planner read"),
     "plan": ("plan", "capacity, speculative decoding and topology, before the GPUs are bought"),
     "check": ("check", "validate a config and print its topology; starts nothing"),

@@ -59,7 +59,9 @@ class EngineConfig(Section):
     cpu: CpuConfig = CpuConfig()
     simulated: dict[str, Any] = Field(default_factory=dict, description="see cluster/engine/simulated.py")
     start_timeout_s: float = Field(600, gt=0)
-    stall_s: float = Field(60, gt=0, description="without an engine step for that long while work waits, a replica is restarted")
+    stall_s: float = Field(
+        60, gt=0, description="without an engine step for that long while work waits, a replica is restarted"
+    )
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "WARNING"
 
 
@@ -129,7 +131,12 @@ class AdmissionConfig(Section):
     reject_unattainable: bool = False
     retry_after_s: float = Field(1.0, gt=0)
     tenant_tokens_per_s: float | None = Field(None, gt=0)
-    starvation_s: float = Field(30, gt=0)
+    starvation_s: float = Field(30, gt=0, description="wait after which a lower priority gets every second place")
+    backlog_fraction: float = Field(
+        0.25,
+        gt=0,
+        description="share of its TTFT limit that a prompt may queue in an engine; beyond, it waits in the router",
+    )
 
 
 class TenantsConfig(Section):

@@ -81,7 +81,10 @@ class PinnedRequestRouter(RequestRouter):
             watch.drop(replica_id.unique_id)
 
     def _watch(self) -> ReplicaWatch | None:
-        return _WATCHES.get((self._deployment_id.app_name, self._deployment_id.name))
+        # Serve ships this class by value, with a copy of this module's globals: only an import finds the real ones.
+        from router import pinning
+
+        return pinning._WATCHES.get((self._deployment_id.app_name, self._deployment_id.name))
 
 
 def _wanted(pending: PendingRequest | None) -> str | None:

@@ -23,7 +23,7 @@ def ray_environment(config: ClusterConfig) -> dict[str, str]:
         environment |= {
             "RAY_SERVE_ENABLE_DIRECT_INGRESS": "1",
             "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(http.port),
-            "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(http.port),
+            "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(http.port + 1),  # exclusive
             "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
             "RAY_SERVE_PORT_QUARANTINE_S": "0",
         }

@@ -15,6 +15,7 @@ from typing import Any
 from cluster.config import ClusterConfig
 from cluster.errors import UserError
 from cluster.messages import Role
+from cluster.preflight import preflight
 from cluster.runtime.environment import ingress, ray_environment
 
 Progress = Callable[[str, float], None]
@@ -71,13 +72,19 @@ class LocalCluster:
 
 
 def start(
-    config: ClusterConfig, *, address: str | None = None, progress: Progress | None = None, num_cpus: int | None = None
+    config: ClusterConfig,
+    *,
+    address: str | None = None,
+    progress: Progress | None = None,
+    num_cpus: int | None = None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> LocalCluster:
     """Start the cluster and wait until it serves.
 
     Args:
         address: of a running Ray cluster; None starts one on this machine, for this process.
         progress: called a few times a second while something is being waited for.
+        stop: asked while waiting; once true, waiting ends and the cluster is returned as it is.
 
     Raises:
         UserError: a package, a port, memory or the Ray cluster is missing; one line each.
@@ -85,7 +92,11 @@ def start(
     """
     started = time.monotonic()
     check_packages(config)
+    preflight(config)
     if address is None:
+        # A cluster of one machine stays on loopback, side channels and links included.
+        network = config.network.model_copy(update={"host": config.network.host or "127.0.0.1"})
+        config = config.model_copy(update={"network": network})
         check_port(config.router.http.host, config.router.http.port)
         check_memory(config)
     os.environ.update({k: v for k, v in ray_environment(config).items() if k not in os.environ})
@@ -118,12 +129,12 @@ def start(
         config, f"http://{config.router.http.host}:{config.router.http.port}", address is None, started
     )
     try:
-        location = "Disabled" if ingress(config) == "none" else "HeadOnly"
-        serve.start(
-            proxy_location=location, http_options={"host": config.router.http.host, "port": config.router.http.port}
-        )
-        _run_application(build({"config": config.model_dump(mode="json")}), config, tell)
-        _wait_for_pairs(cluster, tell)
+        http = config.router.http
+        # With direct ingress Serve still starts a proxy; the public port belongs to the router then.
+        port = free_port(http.host) if ingress(config) == "direct" else http.port
+        serve.start(proxy_location="HeadOnly", http_options={"host": http.host, "port": port})
+        _run_application(build({"config": config.model_dump(mode="json")}), config, tell, stop)
+        _wait_for_pairs(cluster, tell, stop)
     except BaseException:
         cluster.stop()
         raise
@@ -131,21 +142,30 @@ def start(
     return cluster
 
 
-def _run_application(application: Any, config: ClusterConfig, tell: Callable[[str], None]) -> None:
+def _run_application(
+    application: Any, config: ClusterConfig, tell: Callable[[str], None], stop: Callable[[], bool]
+) -> None:
     from ray import serve
 
+    from cluster.autoscaling.deploy import deploy_with_policy
+    from cluster.autoscaling.serve_policy import application_policy
+
+    policy = application_policy(config)
     failure: list[BaseException] = []
 
     def deploy() -> None:
         try:
-            serve.run(application, name=config.name, route_prefix="/")
+            if policy is None:
+                serve.run(application, name=config.name, route_prefix="/")
+            else:
+                deploy_with_policy(config, policy, config.engine.start_timeout_s)
         except BaseException as e:
             failure.append(e)
 
     thread = threading.Thread(target=deploy, daemon=True, name="deploy")
     thread.start()
     deadline = time.monotonic() + config.engine.start_timeout_s
-    while thread.is_alive():
+    while thread.is_alive() and not stop():
         thread.join(0.25)
         tell(_deployments(config.name))
         reason = _failing(config.name)
@@ -198,11 +218,11 @@ def _cause(message: str) -> str:
     return lines[-1][:400] if lines else "unknown"
 
 
-def _wait_for_pairs(cluster: LocalCluster, tell: Callable[[str], None]) -> None:
+def _wait_for_pairs(cluster: LocalCluster, tell: Callable[[str], None], stop: Callable[[], bool]) -> None:
     """Until every pool has its replicas at the router and every pair has met."""
     config = cluster.config
     deadline = time.monotonic() + config.engine.start_timeout_s
-    while True:
+    while not stop():
         problem = "the router"
         with contextlib.suppress(Exception):
             status = cluster.router_status()
@@ -259,6 +279,13 @@ def check_port(host: str, port: int) -> None:
             raise UserError(
                 f"router.http.port: {port} on {host} cannot be used ({e.strerror}); stop what listens there or choose another"
             ) from e
+
+
+def free_port(host: str) -> int:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def check_memory(config: ClusterConfig) -> None:

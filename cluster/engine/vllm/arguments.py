@@ -23,7 +23,9 @@ class EngineSettings:
         kv_transfer: vLLM's KVTransferConfig as a mapping, None for a colocated pool.
         kv_events: vLLM's KVEventsConfig as a mapping, None where events are off.
         environment: variables that must be set before vLLM is imported.
+        kv_cache_bytes: size of the KV cache of one rank; None = vLLM measures what is free.
         ports: the reservation, kept for the life of the engine.
+        executor: how vLLM starts its ranks; None where there is one. Left open, it would guess from Ray's presence.
     """
 
     model_path: str
@@ -31,6 +33,8 @@ class EngineSettings:
     kv_events: dict[str, Any] | None = None
     environment: dict[str, str] = field(default_factory=dict)
     ports: Any = None
+    kv_cache_bytes: int | None = None
+    executor: str | None = None
 
 
 def engine_arguments(config: ClusterConfig, role: Role, settings: EngineSettings) -> Any:
@@ -58,6 +62,10 @@ def engine_arguments(config: ClusterConfig, role: Role, settings: EngineSettings
         "worker_extension_cls": "cluster.engine.vllm.worker_extension.LeaseExtension",
         **extra,
     }
+    if settings.kv_cache_bytes is not None:
+        arguments.setdefault("kv_cache_memory_bytes", settings.kv_cache_bytes)
+    if settings.executor is not None:
+        arguments.setdefault("distributed_executor_backend", settings.executor)
     if pool.layout.dp > 1:
         arguments["data_parallel_size"] = pool.layout.dp
     if settings.kv_transfer is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cluster.config import ClusterConfig
 from cluster.engine.vllm.arguments import EngineSettings
+from cluster.layout import replica_layout
 from cluster.messages import Role
 from cluster.models.resolve import resolve
 from kv_transfer.ports import PortReservation, reserve
@@ -25,10 +26,10 @@ def prepare(config: ClusterConfig, role: Role, *, host: str) -> EngineSettings:
     environment = {"VLLM_NO_USAGE_STATS": "1", **base_environment(config, model.is_folder), **transfer.environment}
     if on_cpu:
         environment |= {
-            "VLLM_CPU_KVCACHE_SPACE": str(config.engine.cpu.kvcache_gib),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(config.engine.cpu.threads),
         }
+    kv_bytes = int(config.engine.cpu.kvcache_gib * 2**30) if on_cpu else None
     events = {
         "enable_kv_cache_events": True,
         "publisher": "zmq",
@@ -36,7 +37,8 @@ def prepare(config: ClusterConfig, role: Role, *, host: str) -> EngineSettings:
         "replay_endpoint": f"tcp://{host}:{ports.kv_replay}",
         "buffer_steps": 10_000,
     }
-    return EngineSettings(model.path, transfer.kv_transfer_config, events, environment, reservation)
+    executor = replica_layout(config, role, on_cpu=on_cpu).executor
+    return EngineSettings(model.path, transfer.kv_transfer_config, events, environment, reservation, kv_bytes, executor)
 
 
 def base_environment(config: ClusterConfig, local_model: bool) -> dict[str, str]:
