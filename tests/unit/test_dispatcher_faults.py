@@ -12,9 +12,9 @@ from collections import Counter
 
 import pytest
 from fake_pools import FakeJob, FakePlacing, FakePools, deliver
-from virtual_loop import run
 
 from cluster.config import LimitsConfig
+from cluster.engine.simulation.virtual_time import run_virtual as run
 from cluster.messages import Outcome, RequestRecord, Role
 from router.dispatcher import Dispatcher
 
