@@ -15,7 +15,7 @@ from cluster.autoscaling.policy import decide, initial
 from cluster.messages import Role, WorkerState
 from cluster.sim.fleet import Fleet
 from cluster.sim.kernel import Timer
-from cluster.sim.worker import SimWorker
+from router.drain import Candidate, victims
 
 Targets = Mapping[Role, int]
 Policy = Callable[[Observation, float], Targets]
@@ -122,8 +122,8 @@ class Scaler:
         while surplus > 0 and starting:
             starting.pop().cancel()
             surplus -= 1
-        for worker in sorted(ready, key=_work)[: max(0, surplus)]:
-            self.fleet.drain(worker)
+        for worker_id in victims([Candidate(w.snapshot()) for w in ready], surplus):
+            self.fleet.drain(self.fleet.workers[worker_id])
 
     def _started(self, role: Role) -> None:
         self._count(self.fleet.kernel.now)
@@ -152,8 +152,3 @@ class Scaler:
             queued_prompt_tokens=float(sum(load.queued_prefill_tokens for load in loads)),
             kv_used_ratio=sum(load.kv_used_blocks for load in loads) / blocks if blocks else None,
         )
-
-
-def _work(worker: SimWorker) -> tuple[int, int, str]:
-    load = worker.snapshot()
-    return load.running + load.waiting + load.open_leases, load.queued_prefill_tokens, worker.worker_id
