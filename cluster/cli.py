@@ -18,6 +18,7 @@ from cluster.errors import UserError
 COMMANDS: dict[str, tuple[str, str]] = {
     "simulate": ("simulate", "a workload against a simulated cluster, in virtual time"),
     "fit": ("fit", "measure an engine and write the profile that simulator and planner read"),
+    "experiment": ("experiment", "run every combination of a file's axes in the simulator; plots and a report"),
     "plan": ("plan", "capacity, speculative decoding and topology, before the GPUs are bought"),
     "check": ("check", "validate a config and print its topology; starts nothing"),
     "serve": ("serve", "start a cluster and serve until told to stop"),

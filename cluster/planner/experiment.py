@@ -1,0 +1,279 @@
+"""An experiment: one cluster, one workload, what is varied, and every run of it.
+
+    title: Prefill to decode ratio
+    cluster: {...}                    # a ClusterConfig, simulated engines
+    workload: {...}                   # a workload, or {file: ../scenarios/chat.yaml}
+    rates: [2, 4, 6]                  # requests/s; the workload's own rate is scaled to each (default: as it is)
+    seeds: [1, 2]
+    axes:
+      split: {4P4D: {cluster.pools.prefill.replicas: 4, cluster.pools.decode.replicas: 4}, ...}   # named variants
+      tp:    {path: cluster.pools.decode.layout.tp, values: [1, 2, 4]}                             # one path
+    report: {heatmap: [split, tp], at_rate: 4, timeline: {split: 4P4D}}
+
+Every combination of the axes is run at every rate with every seed. A whole number at `replicas` sets minimum and
+maximum. A combination that cannot be (weights do not fit, ...) is kept with its reason. Runs are repeatable: the
+same file gives the same figures.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import Field, ValidationError
+
+from cluster.config import ClusterConfig, Section, parse
+from cluster.errors import ConfigError, UserError
+from cluster.planner.simulate import Run, by_tenant, simulate, summary
+from cluster.sim.fleet import Options
+from cluster.workload.spec import Workload
+
+Setting = dict[str, Any]
+
+
+class Report(Section):
+    heatmap: tuple[str, str] | None = None
+    at_rate: float | None = Field(None, gt=0, description="rate of the CDFs, the heat map and the timeline")
+    timeline: dict[str, Any] = Field(default_factory=dict, description="axis -> variant of the run that is drawn")
+    metrics: tuple[str, ...] = Field((), description="further figures to draw over the rate, e.g. itl_max_ms")
+
+
+class Spec(Section):
+    title: str
+    question: str = Field("", description="what the experiment asks, and what to look at")
+    conditions: str = Field("", description="what the published effect needs, and what is left out here")
+    cluster: dict[str, Any] = Field(default_factory=dict)
+    workload: dict[str, Any]
+    rates: tuple[float, ...] = ()
+    seeds: tuple[int, ...] = (1,)
+    axes: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    report: Report = Report()
+
+
+@dataclass(slots=True)
+class Case:
+    """One combination: what was chosen on each axis, the figures of each run, or why it cannot be."""
+
+    choice: dict[str, str]
+    rate: float | None
+    seed: int
+    figures: dict[str, Any] = field(default_factory=dict)
+    tenants: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    impossible: str | None = None
+
+    @property
+    def label(self) -> str:
+        return ", ".join(self.choice.values()) or "base"
+
+
+@dataclass(slots=True)
+class Result:
+    """All cases, and the latencies and one run that the report draws."""
+
+    spec: Spec
+    cases: list[Case]
+    latencies: dict[str, dict[str, list[float]]]
+    timeline: Run | None
+    timeline_label: str
+
+
+def load(path: Path) -> Spec:
+    """Read an experiment file.
+
+    Raises:
+        ConfigError: the file cannot be read, or a key or value in it cannot be used.
+    """
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise ConfigError(str(path), f"cannot be read ({e.strerror})", "give the path of an experiment file") from e
+    except (yaml.YAMLError, UnicodeDecodeError) as e:
+        raise ConfigError(str(path), "is not valid YAML", "check indentation and quoting") from e
+    if not isinstance(raw, dict):
+        raise ConfigError(str(path), "holds no mapping", "start with `title:`, `cluster:` and `workload:`")
+    try:
+        spec = Spec.model_validate(raw)
+    except ValidationError as e:
+        first = e.errors(include_url=False)[0]
+        where = ".".join(str(p) for p in first["loc"]) or "(top level)"
+        known = "known keys: " + ", ".join(Spec.model_fields) if first["type"] == "extra_forbidden" else ""
+        raise ConfigError(where, first["msg"].lower(), known) from None
+    if "file" in spec.workload:
+        spec = spec.model_copy(update={"workload": _from_file(path.parent / str(spec.workload["file"]), spec.workload)})
+    for axis in spec.report.heatmap or ():
+        if axis not in spec.axes:
+            raise ConfigError("report.heatmap", f"{axis!r} is not an axis", f"axes: {', '.join(spec.axes)}")
+    for axis, value in spec.report.timeline.items():
+        if axis not in spec.axes or str(value) not in variants(spec)[axis]:
+            raise ConfigError("report.timeline", f"{axis}: {value!r} is not a variant", "use one of the axes' variants")
+    return spec
+
+
+def _from_file(path: Path, given: Mapping[str, Any]) -> dict[str, Any]:
+    """A scenario's workload, with the keys that stand beside `file`."""
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as e:
+        raise ConfigError("workload.file", f"{path} cannot be read ({type(e).__name__})", "give a scenario") from None
+    base = dict(raw.get("workload", raw))
+    return {**base, **{k: v for k, v in given.items() if k != "file"}}
+
+
+def variants(spec: Spec) -> dict[str, dict[str, Setting]]:
+    """axis -> variant -> paths to set. An axis with `path` and `values` names its variants by value."""
+    result: dict[str, dict[str, Setting]] = {}
+    for axis, content in spec.axes.items():
+        if set(content) == {"path", "values"} and isinstance(content["values"], list):
+            result[axis] = {str(value): {str(content["path"]): value} for value in content["values"]}
+        elif content and all(isinstance(setting, dict) for setting in content.values()):
+            result[axis] = {str(name): setting for name, setting in content.items()}
+        else:
+            raise ConfigError(f"axes.{axis}", "is neither named variants nor `path` and `values`", "see the examples")
+    return result
+
+
+def apply(spec: Spec, settings: Iterator[Setting] | list[Setting]) -> tuple[ClusterConfig, Workload]:
+    """Cluster and workload with the settings of one combination.
+
+    Raises:
+        ConfigError: a path that does not start at `cluster` or `workload`, or a value that they refuse.
+    """
+    raw = {"cluster": copy.deepcopy(spec.cluster), "workload": copy.deepcopy(spec.workload)}
+    raw["cluster"].setdefault("engine", {}).setdefault("kind", "simulated")
+    for setting in settings:
+        for path, value in setting.items():
+            _set(raw, path, value)
+    config = parse(raw["cluster"])
+    try:
+        workload = Workload.model_validate(raw["workload"])
+    except ValidationError as e:
+        first = e.errors(include_url=False)[0]
+        where = ".".join(["workload", *(str(p) for p in first["loc"])])
+        raise ConfigError(where, first["msg"].removeprefix("Value error, ").lower()) from None
+    if workload.slo is not None:
+        config = config.model_copy(update={"slo": workload.slo})
+    return config, workload
+
+
+def _set(raw: dict[str, Any], path: str, value: Any) -> None:
+    parts = path.split(".")
+    if parts[0] not in raw or len(parts) < 2:
+        raise ConfigError(f"axes: {path}", "does not start with `cluster.` or `workload.`", "give the whole path")
+    if parts[-1] == "replicas" and isinstance(value, int) and len(parts) > 2:
+        value = {"min": value, "max": value}
+    node: Any = raw
+    for part in parts[:-1]:
+        if isinstance(node, list):
+            node = node[int(part)]
+            continue
+        if not isinstance(node.get(part), (dict, list)):
+            node[part] = {}
+        node = node[part]
+    if isinstance(node, list):
+        node[int(parts[-1])] = value
+    else:
+        node[parts[-1]] = value
+
+
+def mean_rate(workload: Workload) -> float:
+    """Requests a second as the workload stands, counted on its own arrivals."""
+    count, last = 0, 0.0
+    for arrival in itertools.islice(workload.arrivals(), 20_000):
+        count, last = count + 1, arrival.at_s
+    if count < 2 or last <= 0:
+        raise UserError("workload: fewer than two requests; raise its rate, duration_s or requests")
+    return count / last
+
+
+def at_rate(workload: Workload, rate: float | None) -> Workload:
+    """The workload at `rate` requests a second; None leaves it as it is."""
+    return workload if rate is None else workload.at_rate(rate / mean_rate(workload))
+
+
+def combinations(spec: Spec) -> list[tuple[dict[str, str], list[Setting]]]:
+    """Every choice of one variant an axis, with the settings."""
+    axes = variants(spec)
+    names = list(axes)
+    return [
+        (dict(zip(names, chosen, strict=True)), [axes[a][v] for a, v in zip(names, chosen, strict=True)])
+        for chosen in itertools.product(*(axes[name] for name in names))
+    ]
+
+
+def count(spec: Spec) -> int:
+    """Runs that the experiment takes."""
+    return math.prod(len(v) for v in variants(spec).values()) * max(1, len(spec.rates)) * len(spec.seeds)
+
+
+def run(spec: Spec, progress: Callable[[str], None] = lambda _label: None) -> Result:
+    """Run everything; `progress` is called before each run with its label."""
+    cases: list[Case] = []
+    latencies: dict[str, dict[str, list[float]]] = {}
+    timeline: Run | None = None
+    timeline_label = ""
+    rates: tuple[float | None, ...] = spec.rates or (None,)
+    drawn_rate = _nearest(spec.report.at_rate, spec.rates)
+    wanted = {axis: str(value) for axis, value in spec.report.timeline.items()}
+    for choice, settings in combinations(spec):
+        for rate in rates:
+            for seed in spec.seeds:
+                case = Case(choice, rate, seed)
+                progress(f"{case.label} at {rate:g}/s" if rate is not None else case.label)
+                cases.append(case)
+                try:
+                    config, workload = apply(spec, settings)
+                    done = simulate(config, at_rate(workload, rate).arrivals(seed=seed), seed, Options(seed=seed))
+                except UserError as e:
+                    case.impossible = str(e)
+                    continue
+                case.figures, case.tenants = summary(done), by_tenant(done)
+                if rate == drawn_rate and seed == spec.seeds[0]:
+                    latencies[case.label] = _latencies(done)
+                    if timeline is None and all(choice.get(a) == v for a, v in wanted.items()):
+                        timeline, timeline_label = done, case.label
+    if all(case.impossible for case in cases):
+        raise UserError(f"experiment: no combination can run: {cases[0].impossible}")
+    return Result(spec, cases, latencies, timeline, timeline_label)
+
+
+def _nearest(wanted: float | None, rates: tuple[float, ...]) -> float | None:
+    if not rates:
+        return None
+    target = wanted if wanted is not None else rates[len(rates) // 2]
+    return min(rates, key=lambda r: abs(r - target))
+
+
+def _latencies(done: Run) -> dict[str, list[float]]:
+    return {
+        "ttft": sorted(r.ttft_s for r in done.records if r.ttft_s is not None),
+        "tpot": sorted(r.tpot_s for r in done.records if r.tpot_s is not None and r.output_tokens >= 2),
+        "itl": sorted(gap for r in done.records for gap in r.itl_s),
+    }
+
+
+def averaged(cases: list[Case]) -> list[dict[str, Any]]:
+    """One row a (choice, rate): means over seeds, and the spread of goodput between them."""
+    groups: dict[tuple[str, float | None], list[Case]] = {}
+    for case in cases:
+        groups.setdefault((case.label, case.rate), []).append(case)
+    rows = []
+    for (label, rate), members in groups.items():
+        row: dict[str, Any] = {"label": label, "rate": rate, **members[0].choice}
+        if members[0].impossible:
+            rows.append(row | {"impossible": members[0].impossible})
+            continue
+        names = dict.fromkeys(name for m in members for name in m.figures)
+        for name in names:
+            values = [m.figures.get(name, 0.0 if name.startswith(("miss ", "path ")) else None) for m in members]
+            known = [v for v in values if isinstance(v, (int, float))]
+            row[name] = sum(known) / len(known) if known else None
+        spread = [m.figures["goodput_rps"] for m in members]
+        row["goodput_spread"] = max(spread) - min(spread)
+        rows.append(row)
+    return rows
