@@ -12,7 +12,6 @@ TPOT limit on that engine, and so does the mean. Both bounds come from the cost 
 
 from __future__ import annotations
 
-import math
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -31,6 +30,7 @@ from cluster.messages import (
 )
 from cluster.perf.times import StepTimes
 from kv_transfer.compatibility import TpPairs
+from router.admission import Forecast
 from router.approximate import ApproximateCache
 from router.cost import Choice, CostModel, Question, decode_blocks, prefill_s
 from router.load import Reservation, WorkerLoad, WorkerView
@@ -84,6 +84,7 @@ class Placer:
         self._pending: dict[int, dict[str, tuple[int, ...]]] = {}
         self._approximate: dict[str, ApproximateCache] = {}
         self._exact: set[str] = set()
+        self._forecast_rng = random.Random(0)  # draws among ties, which have equal forecasts
         self._baseline: Baseline | None = baseline(config.policy)
         self.paths: Counter[Path] = Counter()
         self.predicted_cached_tokens = self.actual_cached_tokens = 0
@@ -193,7 +194,7 @@ class Placer:
         if request.request_id in self._reservations:
             self.on_end(request.request_id, now)
         question = self.question(request)
-        choice = self._choose(question, now, rng, exclude, local_only)
+        choice = self._choose(question, now, rng, exclude, local_only=local_only, baseline=self._baseline)
         if isinstance(choice, Rejection):
             return choice
         self._reserve(question, choice, now)
@@ -217,7 +218,22 @@ class Placer:
         local_only: bool = False,
     ) -> Choice | Rejection:
         """What `place` would choose, without the reservation: a prediction for admission, shadow scoring and tests."""
-        return self._choose(self.question(request), now, rng, exclude, local_only)
+        return self._choose(self.question(request), now, rng, exclude, local_only=local_only, baseline=self._baseline)
+
+    def forecast(self, request: Request, now: float) -> Forecast | Rejection:
+        """What would happen if the request were placed now; for admission."""
+        q = self.question(request)
+        choice = self._choose(q, now, self._forecast_rng, frozenset(), local_only=False, baseline=None)
+        if isinstance(choice, Rejection):
+            return choice
+        wait = (choice.prefill or choice.decode).backlog_s(now)
+        return Forecast(
+            wait_s=wait,
+            ready_s=wait + choice.prefill_s,
+            room_s=self.model.room_s(choice.decode, q),
+            ttft_s=choice.ttft_s,
+            output_tokens=q.output_tokens,
+        )
 
     def on_prefilled(self, request_id: str, now: float, cached_tokens: int) -> None:
         """The ticket is here: the prefill engine's time is free again, the decode leg starts."""
@@ -262,13 +278,6 @@ class Placer:
     def reserved(self) -> int:
         return len(self._reservations)
 
-    def decode_wait_s(self, request: Request) -> float:
-        """The least predicted wait for room on a ready decode engine; infinite if none is ready or large enough."""
-        question = self.question(request)
-        return min(
-            (self.model.room_s(d, question) for d in self._candidates(Role.DECODE, frozenset())), default=math.inf
-        )
-
     # -- choosing -----------------------------------------------------------------------------------------------
 
     def question(self, request: Request) -> Question:
@@ -292,7 +301,14 @@ class Placer:
         return self.model.question(request, matched, pending, deepest * block, fan_out)
 
     def _choose(
-        self, q: Question, now: float, rng: random.Random, exclude: frozenset[str], local_only: bool
+        self,
+        q: Question,
+        now: float,
+        rng: random.Random,
+        exclude: frozenset[str],
+        *,
+        local_only: bool,
+        baseline: Baseline | None,
     ) -> Choice | Rejection:
         decodes = self._candidates(Role.DECODE, exclude)
         if not decodes:
@@ -308,11 +324,11 @@ class Placer:
             if self.config.no_prefill_worker == "fail":
                 return Rejection(503, "no prefill worker is ready", self._retry_after_s)
             forced = Path.LOCAL_NO_PREFILL
-        if self._baseline is not None:
+        if baseline is not None:
             if forced is not None:
-                return self.model.predict(q, None, self._baseline.decode(decodes, q.request, rng), now, forced)
-            d = self._baseline.decode([d for _, sinks in groups for d in sinks], q.request, rng)
-            p = self._baseline.prefill(next(ps for ps, sinks in groups if d in sinks), q.request, rng)
+                return self.model.predict(q, None, baseline.decode(decodes, q.request, rng), now, forced)
+            d = baseline.decode([d for _, sinks in groups for d in sinks], q.request, rng)
+            p = baseline.prefill(next(ps for ps, sinks in groups if d in sinks), q.request, rng)
             return self.model.predict(q, p, d, now, Path.SPLIT)
         local = None
         if forced is not None or self.config.conditional:

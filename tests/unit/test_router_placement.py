@@ -349,11 +349,11 @@ def test_decode_without_room_is_waited_for_and_a_prompt_that_never_fits_is_refus
     placer.on_snapshot(full, 0.0)
     r = request(2000, rng)
     assert placer.choose(r, 0.0, rng).decode.name == "d1"
-    assert placer.decode_wait_s(r) == 0.0
+    assert placer.forecast(r, 0.0).room_s == 0.0
     placer.on_snapshot(snapshot("d1", running=256, kv_used_blocks=100), 0.0)
-    assert placer.decode_wait_s(r) > 0.0
+    assert placer.forecast(r, 0.0).room_s > 0.0
     waiting = placer.choose(r, 0.0, rng)
-    assert waiting.ttft_s >= placer.decode_wait_s(r)
+    assert waiting.ttft_s >= placer.forecast(r, 0.0).room_s
     refused = placer.place(request(400_000, rng), 0.0, rng)
     assert isinstance(refused, Rejection)
     assert refused.status == 400
@@ -369,7 +369,7 @@ def test_reservations_fill_decode_before_any_snapshot():
     placer.model.output_tokens.value = 4000.0  # long answers: no sequence is free before the prompts are computed
     used = Counter(placed(placer, request(1000, rng, output=4000), 0.0, rng).decode for _ in range(30))
     assert set(used.values()) == {10}
-    assert placer.decode_wait_s(request(1000, rng)) > 0
+    assert placer.forecast(request(1000, rng), 0.0).room_s > 0
 
 
 def test_short_and_cached_prompts_are_prefilled_by_decode_and_long_ones_are_split():

@@ -1,0 +1,387 @@
+"""Admission: which request may be placed next, which waits in the router, which is refused at once.
+
+A request waits here, not in an engine, while its prompt would only queue (so that order and fairness are the router's)
+and while decode has no room for the result (so that prefill does not compute KV that nobody can take). The order:
+
+1. Priority classes, lower first. A class whose oldest request has waited `starvation_s` gets every second place.
+2. Inside a class, tenants by start-time fair queuing (Goyal et al., 1996) over tokens: a request starts at virtual time
+   max(now, its tenant's last finish) and finishes its tokens later; the smallest start is next. A tenant's 100k-token
+   prompts therefore delay that tenant, not the others; an idle tenant saves nothing up.
+3. A request whose KV does not fit yet is passed over until it has waited `starvation_s`; then all others wait for it.
+
+Refused: more than `max_queue` waiting (503; the newest request of the tenant that waits with the most makes room for a
+tenant that waits with fewer), a tenant beyond its token budget (429), and, if `reject_unattainable`, a request whose
+deadline no pair of engines can meet any more (503). Each comes with the time after which a retry makes sense.
+
+Pure: `now` is an argument; the caller places what `offer` or `next` lets through before it asks again.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from cluster.config import AdmissionConfig
+from cluster.messages import Rejection, Request
+
+BURST_S = 10.0
+"""A tenant that was idle may spend this many seconds of its budget at once."""
+PASSED_OVER = 8
+"""Requests that do not fit which `next` looks past."""
+DRAIN_MEMORY = 0.9
+TENANTS_KEPT = 4096
+"""Tenants of one class whose use is remembered at a time."""
+CLASSES_KEPT = 64
+"""Priorities whose fair order is remembered while nothing of them waits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What placement expects if the request were placed now. Seconds from now.
+
+    Attributes:
+        wait_s: prefill work ahead of it on the engine it would get.
+        ready_s: until its prompt would be computed.
+        room_s: until the decode engine has room for it.
+        ttft_s: until its first token.
+        output_tokens: expected length of the answer.
+    """
+
+    wait_s: float
+    ready_s: float
+    room_s: float
+    ttft_s: float
+    output_tokens: float
+
+
+class Gate(Protocol):
+    """What admission asks of placement; `router.placement.Placer` is one."""
+
+    def forecast(self, request: Request, now: float) -> Forecast | Rejection: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """Place it now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """It waits; `next` returns it later. `ahead` counts requests that wait already."""
+
+    ahead: int
+    predicted_wait_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A request that waited and will not be placed."""
+
+    request: Request
+    rejection: Rejection
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    request: Request
+    cost: float
+    since_s: float
+    start: float
+    gone: bool = False
+
+    def __lt__(self, other: _Waiting) -> bool:
+        return (self.start, self.since_s) < (other.start, other.since_s)
+
+
+@dataclass(slots=True)
+class _Class:
+    """One priority: tenants in fair order. `arrivals` is in order of time; ended entries leave it lazily."""
+
+    heap: list[_Waiting] = field(default_factory=list)
+    arrivals: deque[_Waiting] = field(default_factory=deque)
+    finish: dict[str, float] = field(default_factory=dict)
+    finish_kept: int = 64
+    virtual: float = 0.0
+    size: int = 0
+
+    def tag(self, tenant: str, cost: float) -> float:
+        """The virtual start of a tenant's next request, which then moves the tenant's finish."""
+        start = max(self.virtual, self.finish.get(tenant, 0.0))
+        self.finish[tenant] = start + cost
+        if len(self.finish) > self.finish_kept:
+            self.finish = {t: f for t, f in self.finish.items() if f > self.virtual}
+            if len(self.finish) > TENANTS_KEPT:
+                self.forget()
+            self.finish_kept = 2 * len(self.finish) + 64
+        return start
+
+    def forget(self) -> None:
+        """Nobody owes anything: the engines have worked off all that was placed."""
+        self.virtual = max(self.finish.values(), default=self.virtual)
+        self.finish.clear()
+
+    def oldest_s(self) -> float | None:
+        while self.arrivals and self.arrivals[0].gone:
+            self.arrivals.popleft()
+        return self.arrivals[0].since_s if self.arrivals else None
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """A token bucket that may go into debt once: a prompt larger than the burst is possible, then the tenant waits."""
+
+    tokens: float
+    at_s: float
+
+    def refill(self, rate: float, now: float) -> None:
+        self.tokens = min(rate * BURST_S, self.tokens + rate * (now - self.at_s))
+        self.at_s = now
+
+
+class Admission:
+    """The queue of one router.
+
+    Args:
+        config: `router.admission` of the cluster's configuration.
+        gate: predictions.
+    """
+
+    def __init__(self, config: AdmissionConfig, gate: Gate) -> None:
+        self.config, self._gate = config, gate
+        self._classes: dict[int, _Class] = {}
+        self._waiting: dict[str, _Waiting] = {}
+        self._tenants: dict[str, int] = {}
+        self._refusals: list[Refusal] = []
+        self._buckets: dict[str, _Bucket] = {}
+        self._favoured_last = False
+        # How fast the queue drains while it is not empty: fading sums of tokens and seconds.
+        self._drained_tokens = self._drained_s = 0.0
+        self._taken_at_s: float | None = None
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def waiting_by_tenant(self) -> dict[str, int]:
+        return dict(self._tenants)
+
+    # -- arrival --------------------------------------------------------------------------------------------------
+
+    def offer(self, request: Request, now: float) -> Admit | Queue | Rejection:
+        """A request has arrived, with its arrival time in the past or now."""
+        forecast = self._gate.forecast(request, now)
+        if isinstance(forecast, Rejection) and forecast.status < 500:
+            return forecast
+        cost = self._cost(request, forecast)
+        over = self._over_budget(request.tenant, cost, now)
+        if over is not None:
+            return over
+        ahead, wait = self._ahead(request)
+        late = self._too_late(request, forecast, wait or 0.0, now)
+        if late is not None:
+            return late
+        if not self._waiting and isinstance(forecast, Forecast) and self._open(request, forecast):
+            self._charge(request.tenant, cost)
+            group = self._class(request.priority)
+            if forecast.wait_s <= 0.0:
+                group.forget()
+            group.virtual = max(group.virtual, group.tag(request.tenant, cost))
+            return Admit()
+        full = self._make_room(request.tenant, wait)
+        if full is not None:
+            return full
+        self._charge(request.tenant, cost)
+        self._enqueue(request, cost, now)
+        return Queue(ahead, wait)
+
+    def remove(self, request_id: str) -> bool:
+        """A waiting request was cancelled or timed out. False if it does not wait (any more)."""
+        waiting = self._waiting.get(request_id)
+        if waiting is None:
+            return False
+        self._leave(waiting)
+        self._refund(waiting)
+        return True
+
+    # -- departure ------------------------------------------------------------------------------------------------
+
+    def next(self, now: float) -> Request | None:
+        """The request to place now, or None. Call it again until None after anything that may have made room."""
+        if not self._waiting:
+            self._taken_at_s = None
+            return None
+        for passed, waiting in enumerate(self._in_order(now), 1):
+            forecast = self._gate.forecast(waiting.request, now)
+            if isinstance(forecast, Rejection) or self._only_queues(waiting.request, forecast):
+                return None  # as it would be with the next one
+            if self._open(waiting.request, forecast):
+                self._take(waiting, now)
+                return waiting.request
+            if passed > PASSED_OVER or now - waiting.since_s >= self.config.starvation_s:
+                return None
+        return None
+
+    def refusals(self, now: float) -> list[Refusal]:
+        """Requests that waited and are refused: displaced, or (`reject_unattainable`) too late by now."""
+        refused, self._refusals = self._refusals, []
+        if self.config.reject_unattainable:
+            for waiting in list(self._waiting.values()):
+                # Only time that has passed and the fastest possible start count: no forecast per waiting request.
+                if now - waiting.request.arrival_s > waiting.request.slo.ttft_s:
+                    self._leave(waiting)
+                    rejection = Rejection(503, "the TTFT limit passed in the queue", self.config.retry_after_s)
+                    refused.append(Refusal(waiting.request, rejection))
+        return refused
+
+    # -- order ----------------------------------------------------------------------------------------------------
+
+    def _enqueue(self, request: Request, cost: float, now: float) -> None:
+        group = self._class(request.priority)
+        waiting = _Waiting(request, cost, now, group.tag(request.tenant, cost))
+        heapq.heappush(group.heap, waiting)
+        group.arrivals.append(waiting)
+        group.size += 1
+        self._waiting[request.request_id] = waiting
+        self._tenants[request.tenant] = self._tenants.get(request.tenant, 0) + 1
+
+    def _class(self, priority: int) -> _Class:
+        if priority not in self._classes and len(self._classes) >= CLASSES_KEPT:
+            self._classes = {p: c for p, c in self._classes.items() if c.size}
+        return self._classes.setdefault(priority, _Class())
+
+    def _active(self) -> list[int]:
+        return sorted(p for p, c in self._classes.items() if c.size)
+
+    def _in_order(self, now: float) -> Iterator[_Waiting]:
+        """Waiting requests, the one whose turn it is first."""
+        ready = self._active()
+        if not self._favoured_last:
+            oldest = {p: self._classes[p].oldest_s() for p in ready[1:]}
+            starving = [(s, p) for p, s in oldest.items() if s is not None and now - s >= self.config.starvation_s]
+            if starving:
+                favoured = min(starving)[1]
+                ready.remove(favoured)
+                ready.insert(0, favoured)
+        for priority in ready:
+            yield from self._fair(self._classes[priority])
+
+    @staticmethod
+    def _fair(group: _Class) -> Iterator[_Waiting]:
+        """The waiting requests of a class by start tag; the heap is only cleaned, not emptied."""
+        while group.heap and group.heap[0].gone:
+            heapq.heappop(group.heap)
+        if group.heap:
+            yield group.heap[0]
+        yield from sorted(w for w in heapq.nsmallest(4 * PASSED_OVER, group.heap)[1:] if not w.gone)
+
+    def _take(self, waiting: _Waiting, now: float) -> None:
+        group = self._classes[waiting.request.priority]
+        group.virtual = max(group.virtual, waiting.start)
+        self._favoured_last = waiting.request.priority > self._active()[0]
+        self._leave(waiting)
+        if self._taken_at_s is not None:
+            self._drained_tokens = DRAIN_MEMORY * self._drained_tokens + waiting.cost
+            self._drained_s = DRAIN_MEMORY * self._drained_s + now - self._taken_at_s
+        self._taken_at_s = now
+
+    def _leave(self, waiting: _Waiting) -> None:
+        waiting.gone = True
+        tenant, group = waiting.request.tenant, self._classes[waiting.request.priority]
+        group.size -= 1
+        del self._waiting[waiting.request.request_id]
+        left = self._tenants[tenant] - 1
+        if left:
+            self._tenants[tenant] = left
+        else:
+            del self._tenants[tenant]
+        if len(group.heap) > 64 and len(group.heap) > 4 * group.size:
+            group.heap = [w for w in group.heap if not w.gone]
+            heapq.heapify(group.heap)
+            group.arrivals = deque(w for w in group.arrivals if not w.gone)
+
+    # -- rules ----------------------------------------------------------------------------------------------------
+
+    def _open(self, request: Request, forecast: Forecast) -> bool:
+        """Whether it may go: it would not only queue, and decode has room by the time its prompt is computed."""
+        return not self._only_queues(request, forecast) and forecast.room_s <= forecast.ready_s
+
+    def _only_queues(self, request: Request, forecast: Forecast) -> bool:
+        return forecast.wait_s > self.config.backlog_fraction * request.slo.ttft_s
+
+    def _too_late(self, request: Request, forecast: Forecast | Rejection, wait: float, now: float) -> Rejection | None:
+        if not self.config.reject_unattainable or isinstance(forecast, Rejection):
+            return None
+        ttft, limit = now - request.arrival_s + wait + forecast.ttft_s, request.slo.ttft_s
+        if ttft <= limit:
+            return None
+        reason = f"first token in {ttft:.2f} s predicted, the limit is {limit:.2f} s"
+        # What the engines must work off before the same request would make it.
+        return Rejection(503, reason, max(self.config.retry_after_s, min(ttft - limit, wait + forecast.wait_s)))
+
+    def _ahead(self, request: Request) -> tuple[int, float | None]:
+        """Requests that would go before this one, and how long they take; None where that is not known yet."""
+        if not self._waiting:
+            return 0, 0.0
+        group = self._classes.get(request.priority)
+        start = 0.0 if group is None else max(group.virtual, group.finish.get(request.tenant, 0.0))
+        count, tokens = 0, 0.0
+        for w in self._waiting.values():
+            if (w.request.priority, w.start) <= (request.priority, start):
+                count += 1
+                tokens += w.cost
+        if not self._drained_s:
+            return count, None
+        return count, tokens * self._drained_s / self._drained_tokens
+
+    def _make_room(self, tenant: str, wait: float | None) -> Rejection | None:
+        if len(self._waiting) < self.config.max_queue:
+            return None
+        largest = max(self._tenants, key=lambda t: self._tenants[t])
+        retry = max(self.config.retry_after_s, wait or 0.0)
+        if self._tenants[largest] <= self._tenants.get(tenant, 0) + 1:
+            return Rejection(503, f"{self.config.max_queue} requests wait already", retry)
+        newest = next(w for w in reversed(self._waiting.values()) if w.request.tenant == largest)
+        self._leave(newest)
+        self._refund(newest)
+        reason = f"{self.config.max_queue} requests wait already, most of them of tenant {largest!r}"
+        self._refusals.append(Refusal(newest.request, Rejection(503, reason, retry)))
+        return None
+
+    @staticmethod
+    def _cost(request: Request, forecast: Forecast | Rejection) -> float:
+        output = forecast.output_tokens if isinstance(forecast, Forecast) else 0.0
+        return request.prompt_tokens + request.n * min(output, request.max_output_tokens)
+
+    # -- budgets --------------------------------------------------------------------------------------------------
+
+    def _over_budget(self, tenant: str, cost: float, now: float) -> Rejection | None:
+        rate = self.config.tenant_tokens_per_s
+        if rate is None:
+            return None
+        bucket = self._buckets.get(tenant)
+        if bucket is None:
+            self._forget_full_buckets(rate, now)
+            bucket = self._buckets[tenant] = _Bucket(rate * BURST_S, now)
+        bucket.refill(rate, now)
+        needed = min(cost, rate * BURST_S)
+        if bucket.tokens >= needed:
+            return None
+        retry = max(self.config.retry_after_s, (needed - bucket.tokens) / rate)
+        return Rejection(429, f"tenant {tenant!r} is beyond its {rate:g} tokens per second", retry)
+
+    def _charge(self, tenant: str, cost: float) -> None:
+        if tenant in self._buckets:
+            self._buckets[tenant].tokens -= cost
+
+    def _refund(self, waiting: _Waiting) -> None:
+        self._charge(waiting.request.tenant, -waiting.cost)
+
+    def _forget_full_buckets(self, rate: float, now: float) -> None:
+        """A full bucket is as good as none, so tenants that come and go cost no memory."""
+        if len(self._buckets) < 1024:
+            return
+        for bucket in self._buckets.values():
+            bucket.refill(rate, now)
+        self._buckets = {t: b for t, b in self._buckets.items() if b.tokens < rate * BURST_S}
