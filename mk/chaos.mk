@@ -7,3 +7,7 @@ chaos-simulated: setup  ## 200 faults in a cluster of simulated engines under Ra
 
 chaos-vllm: setup  ## 20 faults in a cluster of real vLLM engines, their child processes included
 	@$(BIN)/python -m tests.chaos.run --engine vllm --faults 20 --prefill 2 --decode 2 --routers 1 --concurrency 4 --gap-s 6
+
+.PHONY: drain
+drain: setup  ## 20 scale-downs and a rolling update under load: no request may fail
+	@$(BIN)/python -m tests.chaos.drain --downs 20
