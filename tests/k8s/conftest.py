@@ -37,8 +37,9 @@ def _import_ray():
     """Once, with its own deprecation warnings off: here warnings are errors."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        import cluster.app
         import ray.serve.schema  # noqa: F401
+
+        import cluster.app  # noqa: F401
 
 
 @pytest.fixture(scope="session")

@@ -175,7 +175,13 @@ def test_ray_is_one_version_everywhere(service):
 
 @pytest.mark.parametrize(
     ("layout", "pods", "gpus"),
-    [({"tp": 1}, 1, 1), ({"tp": 8}, 1, 8), ({"tp": 4, "pp": 2}, 1, 8), ({"tp": 8, "pp": 2}, 2, 8), ({"tp": 2, "dp": 4}, 1, 8)],
+    [
+        ({"tp": 1}, 1, 1),
+        ({"tp": 8}, 1, 8),
+        ({"tp": 4, "pp": 2}, 1, 8),
+        ({"tp": 8, "pp": 2}, 2, 8),
+        ({"tp": 2, "dp": 4}, 1, 8),
+    ],
 )
 def test_pods_of_one_replica(layout, pods, gpus):
     found = groups(with_pools(decode={"layout": layout, "replicas": {"min": 2, "max": 3}, "accelerator": "H100"}))
