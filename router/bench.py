@@ -7,14 +7,16 @@ the pair and reserving it. Prompts share a system prompt, continue conversations
 from __future__ import annotations
 
 import gc
+import json
 import random
 import statistics
 import time
 from pathlib import Path
 
 import numpy as np
+from rich.console import Console
+from rich.table import Table
 
-from cluster.commands.output import err, print_json
 from cluster.config import PlacementConfig
 from cluster.messages import Request, Role, Slo, WorkerInfo, WorkerSnapshot, WorkerState
 from cluster.perf.times import LinearTimes
@@ -171,8 +173,6 @@ def _report(
     match_10x: float,
     bytes_per_block: float,
 ) -> None:
-    from rich.table import Table
-
     table = Table(title=f"Router: {WORKERS} workers, prompts of {PROMPT:,} tokens, blocks of {BLOCK}")
     for column in ("", f"{BLOCKS:,} blocks/worker", f"{10 * BLOCKS:,} blocks/worker"):
         table.add_column(column, justify="left" if not column else "right")
@@ -194,16 +194,15 @@ def _report(
     ]
     for row in rows:
         table.add_row(*row)
-    err.print(table)
-    print_json(
-        {
-            "decisions_per_s": round(decisions["per_s"]),
-            "p50_ms": round(decisions["p50_ms"], 4),
-            "p99_ms": round(decisions["p99_ms"], 4),
-            "bytes_per_block": round(bytes_per_block, 1),
-            "growth_10x_ratio": round(match_10x / match_1x, 3),
-        }
-    )
+    Console(stderr=True).print(table)
+    figures = {
+        "decisions_per_s": round(decisions["per_s"]),
+        "p50_ms": round(decisions["p50_ms"], 4),
+        "p99_ms": round(decisions["p99_ms"], 4),
+        "bytes_per_block": round(bytes_per_block, 1),
+        "growth_10x_ratio": round(match_10x / match_1x, 3),
+    }
+    print(json.dumps(figures))
 
 
 if __name__ == "__main__":
