@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
+from bare import Bare
 
 from cluster.config import parse
 from cluster.messages import Role
-from cluster.models.resolve import resolve
-from kv_transfer import ports
-from kv_transfer.settings import TICKET_REQUEST, PortPlan, engine_transfer, ports_needed
+from kv_transfer.settings import TICKET_REQUEST
 
 pytestmark = pytest.mark.live
 
@@ -31,68 +22,14 @@ WATCHED_S = 10.0
 SETTLED_S = 3.0
 
 
-class Bare:
-    """A `bare_engine.py` process in its own process group."""
-
-    def __init__(self, role: Role, cores: str, log: Path) -> None:
-        config = parse({})
-        self._ports = ports.reserve(
-            ports_needed(config.pool(role).layout),
-            lowest=config.kv_transfer.port_min,
-            highest=config.kv_transfer.port_max,
-        )
-        transfer = engine_transfer(config, role, host="127.0.0.1", ports=PortPlan(self._ports.first), on_cpu=True)
-        environment = {
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": cores,
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
-            **transfer.environment,
-        }
-        options = {
-            "environment": environment,
-            "kv_transfer_config": transfer.kv_transfer_config,
-            "engine_args": {"model": resolve(config.model).path, "block_size": BLOCK, "max_model_len": 1024},
-        }
-        self._log = log.open("wb")
-        self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("bare_engine.py")), json.dumps(options)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            start_new_session=True,
-        )
-
-    def answer(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, f"the engine ended; see {self._log.name}"
-        return json.loads(line)
-
-    def ask(self, prompt: list[int], max_tokens: int, params: dict[str, Any] | None = None) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"prompt": prompt, "max_tokens": max_tokens, "params": params}) + "\n")
-        self.process.stdin.flush()
-        return self.answer()
-
-    def close(self) -> None:
-        group = self.process.pid
-        with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):
-            self.process.communicate("\n", timeout=30)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGKILL)
-        self.process.wait()
-        self._log.close()
-        self._ports.close()
-
-
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Bare, Bare]]:
     logs = tmp_path_factory.mktemp("engines")
     engines: list[Bare] = []
     try:
-        engines += [Bare(Role.PREFILL, "0", logs / "prefill.log"), Bare(Role.DECODE, "1", logs / "decode.log")]
+        for role, cores in ((Role.PREFILL, "0"), (Role.DECODE, "1")):
+            log = logs / f"{role}.log"
+            engines.append(Bare(parse({}), role, cores, log, block_size=BLOCK, max_model_len=1024))
         for engine in engines:
             assert engine.answer() == {"ready": True}
         yield engines[0], engines[1]
@@ -114,9 +51,9 @@ def cpu_s(engine: Bare) -> dict[str, float]:
 def test_kv_transfer_works_with_all_parts_of_the_plugin(pair: tuple[Bare, Bare]) -> None:
     prefill, decode = pair
     prompt = [5 + i % 1500 for i in range(500)]
-    expected = prefill.ask(prompt, 12)["tokens"]
-    ticket = prefill.ask(prompt, 1, TICKET_REQUEST)["params"]
-    got = decode.ask(prompt, 12, ticket)
+    expected = prefill.ask(prompt, 12, ignore_eos=True)["tokens"]
+    ticket = prefill.ask(prompt, 1, params=TICKET_REQUEST)["params"]
+    got = decode.ask(prompt, 12, ignore_eos=True, params=ticket)
     assert got["tokens"] == expected
     # All whole blocks came from the prefill engine; a recomputation on the decode engine would show as 0 here.
     assert got["cached"] >= len(prompt) - BLOCK
