@@ -26,7 +26,7 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     if not text.strip():
         raise HttpError(400, "the body is empty; send a JSON object")
     try:
-        value = json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant, parse_float=_finite)
+        value = _DECODER.decode(text)
     except json.JSONDecodeError as e:
         raise HttpError(400, f"the body is not JSON: {e.msg} at line {e.lineno}, column {e.colno}") from None
     except RecursionError:
@@ -59,6 +59,9 @@ def _finite(digits: str) -> float:
     if value in (float("inf"), float("-inf")):
         raise HttpError(400, f"the number {digits[:40]} is too large")
     return value
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_no_duplicates, parse_constant=_no_constant, parse_float=_finite)
 
 
 def _check_depth(value: Any) -> None:
