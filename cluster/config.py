@@ -96,6 +96,12 @@ class PoolConfig(Section):
     engine_args: dict[str, Any] = Field(default_factory=dict)
     simulated: dict[str, Any] = Field(default_factory=dict)
     num_cpus: float = Field(0.1, ge=0, description="Ray CPUs reserved per replica")
+    surge_percent: int = Field(
+        0,
+        ge=0,
+        le=100,
+        description="further replicas while an update replaces all; with 0 an old one stops before its new one starts",
+    )
     drain_s: float = Field(600, gt=0, description="how long a replica may take to finish accepted work")
 
 
@@ -167,6 +173,12 @@ class RouterConfig(Section):
         default_factory=list, description="further arguments of vLLM's OpenAI server, e.g. tool call parsers"
     )
     num_cpus: float = Field(0.1, ge=0)
+    surge_percent: int = Field(
+        0,
+        ge=0,
+        le=100,
+        description="further replicas while an update replaces all; with 0 an old one stops before its new one starts",
+    )
     node_resource: str | None = Field(
         None, description="Ray custom resource of nodes for routers, one unit per replica; null: any node"
     )

@@ -36,7 +36,8 @@ class Group:
     """One worker group, named like its deployment.
 
     Attributes:
-        pods_min, pods_max: bounds of the group; the autoscaler keeps to them.
+        pods_min, pods_max: bounds of the group; the autoscaler keeps to them. The upper one leaves room for the
+            replicas that an update starts beside the old ones.
         resources: Ray resources of one pod, as KubeRay wants them: text.
         gpus: GPUs of one pod.
         drain_s: how long accepted work may take.
@@ -90,7 +91,7 @@ def groups(config: ClusterConfig) -> dict[str, Group]:
         ROUTER: Group(
             name=ROUTER,
             pods_min=router.replicas,
-            pods_max=router.replicas,
+            pods_max=_with_surge(router.replicas, router.surge_percent),
             resources=_resources({"CPU": router.num_cpus, router.node_resource: 1}),
             gpus=0,
             drain_s=router.drain_s,
@@ -143,7 +144,7 @@ def _pool_group(config: ClusterConfig, role: Role) -> Group:
     return Group(
         name=role.value,
         pods_min=pool.replicas.min * pods,
-        pods_max=pool.replicas.max * pods,
+        pods_max=_with_surge(pool.replicas.max, pool.surge_percent) * pods,
         resources=_resources(asked),
         gpus=gpus,
         drain_s=pool.drain_s,
@@ -155,3 +156,8 @@ def _pool_group(config: ClusterConfig, role: Role) -> Group:
 def _resources(asked: Mapping[str, float]) -> dict[str, str]:
     """Whole units, at least one: Ray's autoscaler counts only those."""
     return {name: str(max(1, math.ceil(amount))) for name, amount in asked.items()}
+
+
+def _with_surge(replicas: int, percent: int) -> int:
+    """Serve rounds the surge up to whole replicas."""
+    return replicas + (replicas * percent + 99) // 100
