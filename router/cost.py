@@ -317,6 +317,35 @@ class CostModel:
         ttft = max(source.ready_s + transfer, room) + tpot
         return Choice(path, d, p, ttft, tpot, source.cached_tokens, source.work_s, tpot <= limit)
 
+    def explain_prefill(self, q: Question, prefills: Sequence[WorkerLoad], now: float) -> list[dict[str, Any]]:
+        """Every prefill candidate with the terms of its prediction."""
+        return [
+            {
+                "worker": prefills[i].name,
+                "cached_tokens": q.cached.get(prefills[i].name, 0),
+                "backlog_s": prefills[i].backlog_s(now),
+                "ready_s": ready,
+                "rank_s": rank,
+            }
+            for rank, i, ready in self._sources(q, prefills, now)
+        ]
+
+    def explain_decode(self, q: Question, decodes: Sequence[WorkerLoad], now: float) -> list[dict[str, Any]]:
+        """Every decode candidate with the terms of its prediction."""
+        return [
+            {
+                "worker": d.name,
+                "cached_tokens": q.cached.get(d.name, 0),
+                "backlog_s": d.backlog_s(now),
+                "room_s": min(self.room_s(d, q), LONGEST_WAIT_S),
+                "transfer_s": self._transfer_s(q, d, q.matched.get(d.name, 0))[1],
+                "tpot_s": with_local_prefill(d.step_s(q.context_tokens), d.local_share(now)),
+                "sequences": d.sequences,
+                "used_blocks": d.used_blocks,
+            }
+            for d in decodes
+        ]
+
     # -- terms ----------------------------------------------------------------------------------------------------
 
     def room_s(self, d: WorkerLoad, q: Question) -> float:

@@ -33,6 +33,7 @@ from kv_transfer.compatibility import TpPairs
 from router.admission import Forecast
 from router.approximate import ApproximateCache
 from router.cost import Choice, CostModel, Question, decode_blocks, prefill_s
+from router.decision_log import Watch
 from router.load import Reservation, WorkerLoad, WorkerView
 from router.pairing import Pairing
 from router.policies import Baseline, baseline
@@ -87,6 +88,8 @@ class Placer:
         self._forecast_rng = random.Random(0)  # draws among ties, which have equal forecasts
         self._baseline: Baseline | None = baseline(config.policy)
         self.paths: Counter[Path] = Counter()
+        self.watch: Watch | None = None
+        """Follows decisions for the log and for shadow scoring."""
         self.predicted_cached_tokens = self.actual_cached_tokens = 0
 
     # -- workers ------------------------------------------------------------------------------------------------
@@ -197,6 +200,8 @@ class Placer:
         choice = self._choose(question, now, rng, exclude, local_only=local_only, baseline=self._baseline)
         if isinstance(choice, Rejection):
             return choice
+        if self.watch is not None:
+            self.watch.on_choice(self, question, choice, now)
         self._reserve(question, choice, now)
         self.paths[choice.path] += 1
         return Placement(
@@ -223,7 +228,7 @@ class Placer:
     def forecast(self, request: Request, now: float) -> Forecast | Rejection:
         """What would happen if the request were placed now; for admission."""
         q = self.question(request)
-        choice = self._choose(q, now, self._forecast_rng, frozenset(), local_only=False, baseline=None)
+        choice = self.best(q, now, self._forecast_rng)
         if isinstance(choice, Rejection):
             return choice
         wait = (choice.prefill or choice.decode).backlog_s(now)
@@ -273,6 +278,16 @@ class Placer:
     def observe(self, record: RequestRecord) -> None:
         """Learn from a finished request: output lengths, and how far from the model transfers over a distance are."""
         self.model.observe(record, self.find(record.prefill_worker or ""), self.find(record.decode_worker or ""))
+        if self.watch is not None:
+            self.watch.on_record(record)
+
+    def ready(self, role: Role) -> Sequence[WorkerLoad]:
+        """Workers that may be chosen now."""
+        return self._candidates(role, frozenset())
+
+    def best(self, q: Question, now: float, rng: random.Random) -> Choice | Rejection:
+        """What the cost policy would choose, whatever policy is configured."""
+        return self._choose(q, now, rng, frozenset(), local_only=False, baseline=None)
 
     @property
     def reserved(self) -> int:
