@@ -106,6 +106,7 @@ class WorkerInfo:
         kv_events_endpoint: ZMQ address of the engine's KV events, None where they are off.
         accelerators: GPUs (or CPU ranks) of this replica: tp x pp.
         fingerprint: what must agree before two engines exchange KV (see kv_transfer/compatibility.py).
+        pid: process of the replica on its node, for people; 0 where there is none.
     """
 
     worker_id: str
@@ -126,6 +127,7 @@ class WorkerInfo:
     kv_events_endpoint: str | None = None
     kv_replay_endpoint: str | None = None
     fingerprint: Mapping[str, Any] = field(default_factory=dict)
+    pid: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,6 +76,7 @@ def _pool(role: Role, config: ClusterConfig, dispatcher: Dispatcher) -> dict[str
                 "block_size_tokens": info.block_size_tokens,
                 "open_leases": load.open_leases if load else 0,
                 "node": info.node,
+                "pid": info.pid,
                 "rack": info.rack,
                 "tp": info.tp,
                 "pp": info.pp,

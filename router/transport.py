@@ -152,6 +152,7 @@ class ServeTransport:
     def _up(self, metadata: dict[str, Any]) -> None:
         fields = dict(metadata["worker"])
         fields["role"] = Role(fields["role"])
+        fields["pid"] = int(metadata.get("pid", 0))
         self._events.on_worker_up(WorkerInfo(**fields))
 
     def _down(self, worker_id: str) -> None:
