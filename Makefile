@@ -22,7 +22,7 @@ $(STAMP): requirements/cpu.lock requirements/dev.lock pyproject.toml
 demo: setup  ## one chat through a real prefill engine, KV transfer and decode engine
 	@$(BIN)/pdserve demo
 
-test: setup test-unit test-live  ## everything that CI runs
+test: setup test-unit test-k8s test-live  ## everything that CI runs
 
 test-unit: setup  ## seconds; no Ray, no sleep, no network
 	@$(BIN)/python -m pytest tests/unit -q

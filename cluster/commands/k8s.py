@@ -52,6 +52,21 @@ def render(
 
 
 @app.command()
+def environment(config: Annotated[Path, typer.Argument(help="a ClusterConfig")]) -> None:
+    """Print what every machine must set before `ray start`, as lines for a shell. Manifests hold the same.
+
+    Example: [bold]eval "$(pdserve k8s environment cluster.yaml)"[/bold]
+    """
+    import shlex
+
+    from cluster.config import load
+    from cluster.kubernetes.groups import environment as variables
+
+    for name, value in variables(load(config)).items():
+        print(f"export {name}={shlex.quote(value)}")
+
+
+@app.command()
 def check(
     sources: Annotated[
         list[Path], typer.Argument(help="kustomize folders or YAML files, checked together; - is stdin")
