@@ -23,6 +23,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "check": ("check", "validate a config and print its topology; starts nothing"),
     "serve": ("serve", "start a cluster and serve until told to stop"),
     "loadtest": ("loadtest", "put a scenario to an endpoint: goodput, latencies, a report"),
+    "diagnose": ("diagnose", "which symptoms are present, the numbers that show them, the lever"),
     "reference": ("reference", "published figures of the field beside what this code computes"),
     "k8s": ("k8s", "Kubernetes manifests from a config, and a check of them"),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 
@@ -43,3 +44,19 @@ def discover(url: str, model: str | None = None, api_key: str | None = None) -> 
         raise UserError(f"--model: {name!r} is not served at {base}; it serves {', '.join(models) or 'nothing'}")
     length = models[name].get("max_model_len")
     return Served(base, name, length if isinstance(length, int) else None)
+
+
+def fetch_json(base_url: str, path: str, api_key: str | None = None) -> Any:
+    """A page of pdserve's own; None where the endpoint has no such page (it is another server)."""
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        answer = httpx.get(base_url + path, headers=headers, timeout=30)
+        return answer.json() if answer.status_code == 200 else None
+    except (httpx.HTTPError, ValueError):
+        return None
+
+
+def fetch_records(base_url: str, api_key: str | None = None) -> list[dict[str, Any]]:
+    """The records of the requests that a router finished last; empty for other servers."""
+    raw = fetch_json(base_url, "/pdserve/records", api_key)
+    return raw if isinstance(raw, list) else []

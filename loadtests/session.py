@@ -12,12 +12,13 @@ from typing import Any
 from cluster.errors import UserError
 from cluster.workload.spec import Bounds, Workload
 from cluster.workload.text import TextWriter
-from loadtests.discover import Served, discover
+from loadtests.discover import Served, discover, fetch_json, fetch_records
 from loadtests.endpoint import Endpoint, RequestWriter
 from loadtests.parallel import run_job
 from loadtests.report.build import build
 from loadtests.results import highest_rate, summarize, validity
 from loadtests.runner import Job, Run, warm_up
+from loadtests.server_side import engine_numbers, joined
 from loadtests.sample import Sample
 from loadtests.scenario import Scenario
 from loadtests.tokenizer import FileTokenizer, find_tokenizer
@@ -113,9 +114,14 @@ class Session:
             started_at=f"{started:%Y-%m-%d %H:%M:%S} UTC",
             run_id=run_id,
         )
+        result |= joined(run.samples, fetch_records(self.served.base_url, self.settings.api_key), s, self._engine())
         if self.settings.sweep:
             result["sweep"] = self.sweep(result, progress_for)
         return result, run
+
+    def _engine(self) -> dict[str, float]:
+        status = fetch_json(self.served.base_url, "/pdserve/status", self.settings.api_key)
+        return engine_numbers(status) if isinstance(status, dict) else {}
 
     def sweep(self, at_one: dict[str, Any], progress_for: ProgressFor) -> dict[str, Any]:
         """Run at other rates, then bisect between the last that held the lowest goal and the first that did not."""

@@ -162,7 +162,7 @@ def jittery() -> Case:
 PRESENT: dict[str, Callable[[], Case]] = {
     "batch-too-large": lambda: run(
         cluster(slo={"ttft_ms": 5000, "tpot_ms": 12}, max_num_seqs=256, linear={"per_prefill_token_us": 1}),
-        rising(5, 60, 600, prompt_tokens=2000, output_tokens=200),
+        rising(5, 60, 400, prompt_tokens=2000, output_tokens=200),
     ),
     "slow-engine": lambda: run(
         cluster(linear={"fixed_ms": 40, "per_sequence_ms": 0.01, "per_prefill_token_us": 1}), arrivals(1, 60)

@@ -1,0 +1,86 @@
+"""Where `pdserve diagnose` gets its evidence: a live cluster, the folder of a load test, the folder of an experiment."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cluster.config import SloConfig
+from cluster.diagnosis.evidence import Evidence, from_mapping, gather
+from cluster.errors import UserError
+from cluster.messages import Slo
+from loadtests.discover import fetch_json, fetch_records
+from loadtests.endpoint import split_url
+from loadtests.server_side import engine_numbers
+
+FEW = "fewer than 20 requests have ended there; let it serve for a while, or run a load test"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Evidence of one run. `name` tells the runs of an experiment apart."""
+
+    name: str
+    evidence: Evidence
+    note: str = ""
+
+
+def read(source: str, api_key: str | None = None) -> list[Source]:
+    """Evidence from an address or a folder.
+
+    Raises:
+        UserError: there is nothing to diagnose at `source`.
+    """
+    if Path(source).exists():
+        return read_folder(Path(source))
+    if "://" in source or ":" in source:
+        return [read_cluster(source, api_key)]
+    raise UserError(f"SOURCE: {source!r} is no folder here and no address; give http://host:port or a report's folder")
+
+
+def read_folder(path: Path) -> list[Source]:
+    """A load test's or an experiment's `results.json`."""
+    file = path / "results.json" if path.is_dir() else path
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise UserError(f"SOURCE: {file} cannot be read ({e.strerror}); give the folder of a report") from None
+    except ValueError:
+        raise UserError(f"SOURCE: {file} is not JSON; give the folder of a report") from None
+    if isinstance(raw, dict) and isinstance(raw.get("evidence"), dict):
+        invalid = "" if raw.get("validity", {}).get("valid", True) else "the load test itself is marked invalid"
+        return [Source(str(raw.get("scenario", {}).get("name", file.parent.name)), _numbers(raw["evidence"]), invalid)]
+    runs = raw.get("runs") if isinstance(raw, dict) else None
+    found = [
+        Source(str(run.get("name", number)), _numbers(run["evidence"]))
+        for number, run in enumerate(runs or [])
+        if isinstance(run, dict) and isinstance(run.get("evidence"), dict)
+    ]
+    if not found:
+        raise UserError(
+            f"SOURCE: {file} holds no evidence; it must come from `pdserve loadtest` or `pdserve experiment`"
+        )
+    return found
+
+
+def _numbers(raw: dict[str, Any]) -> Evidence:
+    return {k: float(v) for k, v in raw.items() if isinstance(v, (int, float))}
+
+
+def read_cluster(url: str, api_key: str | None = None) -> Source:
+    """The latest requests of a running cluster, by its own records."""
+    scheme, host, port, prefix = split_url(url)
+    base = f"{scheme}://{host}:{port}{prefix}"
+    status = fetch_json(base, "/pdserve/status", api_key)
+    if not isinstance(status, dict):
+        raise UserError(f"SOURCE: no pdserve cluster answers at {base}; start one with `pdserve serve`")
+    records = [from_mapping(r) for r in fetch_records(base, api_key)]
+    slo = records[-1].slo if records else _default_slo()
+    note = FEW if len(records) < 20 else "gaps between tokens are not kept by routers: stalls need a load test"
+    return Source(str(status.get("name", base)), gather(records, slo, engine=engine_numbers(status)), note)
+
+
+def _default_slo() -> Slo:
+    return SloConfig().to_slo()
