@@ -5,6 +5,7 @@ Sign                                                      Consequence
 a leg failed: worker lost, engine dead, limit passed      not used for a while that doubles with each failure in a row
 two transfers of a pair failed in a row                   the pair is not used for a while; then one request tries it
 no message for `silent_s` while one is due                lost: its requests go elsewhere; used again once it speaks
+no first message for three times as long                  the same
 no engine step for `stall_s` while it owes output         lost: its requests go elsewhere; tried again after a while
 a new incarnation                                         nothing of its predecessor counts
 
@@ -19,6 +20,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from router.breaker import Breaker, BreakerState
+
+# A worker's first message waits for a connection that Serve and then the worker must make.
+FIRST_WORD = 3
 
 
 class Trust(StrEnum):
@@ -40,6 +44,7 @@ class Change:
 class _Worker:
     trust: Trust = Trust.USED
     heard_s: float | None = None  # also the moment from which a message is due
+    spoke: bool = False
     steps: int = -1
     stepped_s: float = 0.0
 
@@ -94,7 +99,7 @@ class Health:
         worker = self._workers.get(worker_id)
         if worker is None:
             return
-        worker.heard_s = now
+        worker.heard_s, worker.spoke = now, True
         if steps is not None and steps != worker.steps:
             worker.steps, worker.stepped_s = steps, now
 
@@ -138,7 +143,7 @@ class Health:
     def _judge(self, worker_id: str, worker: _Worker, owes: Callable[[str], bool], now: float) -> tuple[Trust, str]:
         if worker.heard_s is None:
             worker.stepped_s = now
-        elif now - worker.heard_s >= self._silent_s:
+        elif now - worker.heard_s >= self._silent_s * (1 if worker.spoke else FIRST_WORD):
             return Trust.LOST, f"silent for {now - worker.heard_s:.1f} s"
         if not owes(worker_id):
             worker.stepped_s = now

@@ -39,12 +39,20 @@ def test_a_worker_that_was_never_asked_may_be_silent() -> None:
 
 def test_silence_after_a_question_loses_the_worker_and_speech_brings_it_back() -> None:
     h = health()
-    h.asked("w", 0.0)
+    h.asked("w", -1.0)
+    h.heard("w", 0, 0.0)
     assert look_until(h, never, 0, 4.5, hear=False) == []
     assert h.look(never, 5.0) == [Change("w", Trust.LOST, "silent for 5.0 s")]
     assert h.look(never, 5.5) == []
     h.heard("w", 1, 5.7)
     assert h.look(never, 6.0) == [Change("w", Trust.USED, "answers")]
+
+
+def test_the_first_word_may_take_longer() -> None:
+    h = health()
+    h.asked("w", 0.0)
+    assert look_until(h, never, 0, 14.5, hear=False) == []
+    assert h.look(never, 15.0) == [Change("w", Trust.LOST, "silent for 15.0 s")]
 
 
 def test_an_idle_engine_need_not_step_and_a_busy_one_must() -> None:
