@@ -281,3 +281,32 @@ async def test_cancelled_long_prefills_do_not_delay_the_next_short_prompt() -> N
     assert sorted(after)[2] < 2 * idle + step_s
     assert not any(v for k, v in cluster.open().items() if k in ("requests", "legs"))
     await cluster.stop()
+
+
+async def test_a_router_that_dies_takes_its_legs_and_leases_along() -> None:
+    cluster = Cluster(seed=6)
+    await cluster.start(prefill=2, decode=2)
+    for _ in range(40):
+        cluster.send(300, 200)
+    await until(lambda: cluster.open()["blocks"] > 100, 5.0)
+    workers = cluster.transport.workers.values()
+    await cluster.transport.links.close()
+    await until(lambda: not any(w.snapshot().kv_used_blocks or w.snapshot().open_leases for w in workers), 2.0)
+    assert [(w.snapshot().kv_used_blocks, w.snapshot().open_leases) for w in workers] == [(0, 0)] * 4
+    await cluster.stop()
+
+
+async def test_a_lease_that_nobody_settles_expires_and_is_counted() -> None:
+    """Kind: lease ran out. A router that was stopped keeps its connection; the backstop frees the KV."""
+    cluster = Cluster(seed=7)
+    await cluster.start(prefill=1, decode=1)
+    prefill = cluster.transport.workers["prefill0"]
+    prefill._lease_s = 0.3
+    cluster.dispatcher.on_outputs = lambda *_: None  # type: ignore[method-assign]
+    cluster.send(300, 5)
+    await until(lambda: prefill.leases.counters().granted == 1, 5.0)
+    await until(lambda: prefill.snapshot().kv_used_blocks == 0, 2.0)
+    counters = prefill.leases.counters()
+    assert (counters.granted, counters.expired, counters.pulled, len(prefill.leases)) == (1, 1, 0, 0)
+    assert prefill.snapshot().kv_used_blocks == 0
+    await cluster.stop()
