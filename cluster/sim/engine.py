@@ -29,7 +29,11 @@ class SimEngine:
         on_output: called at the end of an iteration that gave a first or a last token, with all its outputs.
         on_load: called with KV to pull; the callee answers later with `loaded` or `load_failed`.
         max_repeats: 1 gives one event an iteration.
+
+    Attributes:
         slowdown: multiplies every step's time (a slow node); takes effect with the next step.
+        stalled: no step is begun any more; requests are accepted and wait.
+        watch: called with (start, end, iterations, step) of every event.
     """
 
     def __init__(
@@ -46,7 +50,8 @@ class SimEngine:
     ) -> None:
         self.scheduler = Scheduler(config, times, rng, record_events=record_events)
         self.slowdown = 1.0
-        self.stopped = False
+        self.stalled = self.stopped = False
+        self.watch: Callable[[float, float, int, Step], None] | None = None
         # End of every iteration, by its number.
         self.step_ends_s = array("d")
         self.busy_s = 0.0
@@ -123,6 +128,8 @@ class SimEngine:
                 self._timer = self._kernel.at(self._ends[running], self._step_over)
 
     def _begin(self, started_s: float) -> None:
+        if self.stalled:
+            return
         step = self.scheduler.schedule(started_s, self._max_repeats)
         if step is not None:
             durations = step.durations_s
@@ -150,4 +157,6 @@ class SimEngine:
         self._timer.cancel()
         self.step_ends_s.extend(ends)
         self.busy_s += ends[-1] - self._started_s
+        if self.watch:
+            self.watch(self._started_s, ends[-1], passed, step)
         return self.scheduler.complete(step, passed)

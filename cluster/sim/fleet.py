@@ -10,12 +10,13 @@ import random
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from cluster.config import ClusterConfig
 from cluster.engine.scheduler.kv import Removed, Stored
-from cluster.engine.scheduler.step import Load, Output
+from cluster.engine.scheduler.step import Load, Output, Step
 from cluster.engine.simulation.settings import EngineSpec, engine_spec
-from cluster.errors import LeaseExpired, RequestError, TransferFailed, WorkerLost
+from cluster.errors import BadRequest, LeaseExpired, RequestError, TransferFailed, WorkerLost
 from cluster.goodput.accounting import GoodputCounters
 from cluster.messages import Path, Rejection, Request, RequestRecord, Role, WorkerState
 from cluster.sim.engine import MAX_REPEATS
@@ -38,7 +39,7 @@ class Options:
         reply_s: from the end of an iteration to the router.
         max_repeats: iterations that one event may cover; 1 is the slow, plain way.
         keep_itl: keep every gap between tokens in the records (32 bytes each).
-        trace: called with (worker, start, end, kind, batch) of every iteration or run of iterations.
+        timeline: keep what every engine did and when (see cluster/sim/trace.py).
     """
 
     seed: int = 0
@@ -46,6 +47,7 @@ class Options:
     reply_s: float = 0.0
     max_repeats: int = MAX_REPEATS
     keep_itl: bool = True
+    timeline: bool = False
 
 
 @dataclass(slots=True)
@@ -73,9 +75,22 @@ class Transfer:
 
 
 @dataclass(slots=True)
-class Log:
-    """What a run leaves behind beside the records."""
+class Span:
+    """Iterations of one engine, from `start_s` to `end_s`, with one batch."""
 
+    worker: str
+    start_s: float
+    end_s: float
+    iterations: int
+    prompt_tokens: int
+    decodes: int
+
+
+@dataclass(slots=True)
+class Log:
+    """What a run leaves behind beside the records; spans only where a timeline is kept."""
+
+    spans: list[Span] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)
 
@@ -143,7 +158,16 @@ class Fleet:
             record_events=True,
         )
         self.workers[worker.worker_id] = worker
+        if self.options.timeline:
+            worker.engine.watch = partial(self._watch, worker.worker_id)
+        faults = spec.settings.faults
+        if faults.die_after_s is not None:
+            self.kernel.after(faults.die_after_s, self.kill, worker.worker_id)
+        if faults.stall_after_s is not None:
+            self.kernel.after(faults.stall_after_s, self.stall, worker.worker_id)
         self.placer.add_worker(worker.info, self.kernel.now)
+        # Events reach the index with the load, so it knows the whole cache.
+        self.placer.set_index_exact(worker.worker_id, True)
         return worker
 
     def pool(self, role: Role) -> list[SimWorker]:
@@ -156,8 +180,10 @@ class Fleet:
         self._leave_if_idle(worker)
 
     def kill(self, worker_id: str) -> None:
-        """The process dies: its legs fail, its KV and leases are gone."""
-        worker = self.workers.pop(worker_id)
+        """The process dies: its legs fail, its KV and leases are gone. Unknown ids are ignored."""
+        worker = self.workers.pop(worker_id, None)
+        if worker is None:
+            return
         worker.stop()
         self.gone.append(worker)
         self.placer.remove_worker(worker_id, self.kernel.now)
@@ -170,6 +196,16 @@ class Fleet:
                 del self._lease_runs[lease_id]
                 run.feed(msg.LeaseEnded(attempt, msg.LeaseOutcome.LOST))
 
+    def stall(self, worker_id: str) -> None:
+        """The engine makes no step any more but answers."""
+        worker = self.workers.get(worker_id)
+        if worker is not None:
+            worker.engine.stalled = True
+
+    def _watch(self, worker_id: str, start_s: float, end_s: float, iterations: int, step: Step) -> None:
+        prompt_tokens = sum(new for _, new in step.chunks)
+        self.log.spans.append(Span(worker_id, start_s, end_s, iterations, prompt_tokens, len(step.decodes)))
+
     def _leave_if_idle(self, worker: SimWorker) -> None:
         if worker.state is WorkerState.DRAINING and worker.idle and worker.worker_id in self.workers:
             del self.workers[worker.worker_id]
@@ -179,8 +215,8 @@ class Fleet:
 
     # -- requests -----------------------------------------------------------------------------------------------
 
-    def arrive(self, arrival: Arrival) -> None:
-        """A client's request reaches the router now."""
+    def arrive(self, arrival: Arrival) -> str:
+        """A client's request reaches the router now. Returns its id."""
         self._arrived += 1
         size = self.placer.key_block_tokens
         namespace = zlib.crc32(arrival.tenant.encode()) if self._isolated else 0
@@ -198,6 +234,7 @@ class Fleet:
         run = RequestRun(self, request, arrival.output_tokens)
         self.runs[request.request_id] = run
         run.feed(msg.Arrived())
+        return request.request_id
 
     def cancel_request(self, request_id: str) -> None:
         """The client leaves."""
@@ -267,8 +304,6 @@ class Fleet:
             return
         refusal = leg.worker.engine.scheduler.refusal(leg.sequence.prompt_tokens, leg.sequence.stop_after)
         if refusal:
-            from cluster.errors import BadRequest
-
             self._leg_failed(leg_id, BadRequest(refusal, worker_id=leg.worker.worker_id))
         else:
             leg.worker.engine.submit(leg.sequence)
