@@ -91,7 +91,9 @@ class Router:
             clock=time.monotonic,
             rng=random.Random(),
         )
-        self.telemetry = Telemetry(self._config, self.metrics, self.dispatcher, self.placer, time.monotonic)
+        self.telemetry = Telemetry(
+            self._config, self.metrics, self.dispatcher, self.placer, time.monotonic, self._index_gauges
+        )
         self.client.on_arrival = self._on_arrival
         self._events: KvEventReader | None = None
         self.warmup = Warmup(self.dispatcher, vllm_config.model_config.get_vocab_size(), tp_pairs)
@@ -180,6 +182,13 @@ class Router:
             slim = asdict(replace(record, itl_s=[]))
             self._records.append({**slim, "itl_s": None, "client_request_id": client_id})
             self.metrics.observe(record)
+
+    def _index_gauges(self) -> dict[str, Any]:
+        streams = [] if self._events is None else list(self._events.streams.values())
+        return {
+            "pdserve_index_blocks": float(self.index.stats().blocks),
+            "pdserve_index_gaps_total": float(sum(stream.counts.gaps for stream in streams)),
+        }
 
     def _follow_events(self, info: WorkerInfo, up: bool) -> None:
         if not up:

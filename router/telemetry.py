@@ -23,13 +23,20 @@ class Telemetry:
 
     Args:
         clock: the dispatcher's clock, in seconds.
+        more: further values for `Metrics.set_gauges`, asked for at every scrape.
     """
 
     def __init__(
-        self, config: ClusterConfig, metrics: Metrics, dispatcher: Dispatcher, placer: Any, clock: Callable[[], float]
+        self,
+        config: ClusterConfig,
+        metrics: Metrics,
+        dispatcher: Dispatcher,
+        placer: Any,
+        clock: Callable[[], float],
+        more: Callable[[], dict[str, Any]] = dict,
     ) -> None:
         self._config, self._metrics, self._dispatcher, self._placer = config, metrics, dispatcher, placer
-        self._clock = clock
+        self._clock, self._more = clock, more
         self._progress: dict[str, tuple[int, float]] = {}
         self.decision: dict[str, Any] | None = None
 
@@ -73,7 +80,9 @@ class Telemetry:
 
     def gauges(self) -> dict[str, Any]:
         dispatcher = self._dispatcher
-        replicas: dict[tuple[str, str], float] = {}
+        # A pool without an engine says so with a zero: a series that is not there sets off no alert.
+        pools = [Role.DECODE] if self._config.colocated else list(Role)
+        replicas: dict[tuple[str, str], float] = {(role.value, "ready"): 0.0 for role in pools}
         accelerators: dict[str, float] = {}
         running: dict[tuple[str, str], float] = {}
         waiting, kv, queued, stalled, steps = ({}, {}, {}, {}, {})
@@ -121,7 +130,7 @@ class Telemetry:
             drift = self._placer.predicted_cached_tokens - self._placer.actual_cached_tokens
             values["pdserve_index_drift_ratio"] = drift / prompt_tokens
         # The controller also knows replicas that start; it replaces what only the router sees.
-        return values | decisions.gauges(self.decision, time.time())
+        return values | self._more() | decisions.gauges(self.decision, time.time())
 
     def _stalled(self, load: WorkerSnapshot) -> bool:
         now = self._clock()

@@ -190,7 +190,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             Panel(
                 "Leases",
                 (
-                    ("sum(pdserve_leases_open)", "open"),
+                    ("max(pdserve_leases_open)", "open"),
                     (_rate("pdserve_leases_total", "event"), "{{event}}/s"),
                 ),
                 help="Expired ones were given up by nobody. Open ones without a running request are a leak.",
@@ -240,7 +240,6 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 ),
             ),
             Panel("Indexed blocks", (("max by (instance) (pdserve_index_blocks)", "{{instance}}"),)),
-            Panel("Regret of placements", ((_rate("pdserve_regret_seconds_total"), "seconds lost per second"),)),
         ),
     ),
 )
