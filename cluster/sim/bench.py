@@ -89,7 +89,7 @@ def main() -> None:
     steps = sum(w.engine.scheduler.counters.steps for w in rows["64"][0].fleet.workers.values())
     wall_s, events = rows["64"][0].wall_s, rows["64"][0].fleet.kernel.events
     out.print(
-        f"{path.name}, blocks of {args.block_size} tokens; an event stands for {steps / events:.0f} engine iterations on "
+        f"{path.name}, blocks of {args.block_size} tokens; an event covers {steps / events:.0f} iterations on "
         f"average; {tokens / wall_s:.0f} simulated tokens/s"
     )
     print_json(

@@ -32,7 +32,11 @@ def chrome_trace(fleet: Fleet) -> dict[str, Any]:
             events.append(named)
     for span in fleet.log.spans:
         name = "mixed" if span.prompt_tokens and span.decodes else "prefill" if span.prompt_tokens else "decode"
-        args = {"iterations": span.iterations, "prompt_tokens": span.prompt_tokens, "decodes": span.decodes}
+        args: dict[str, Any] = {
+            "iterations": span.iterations,
+            "prompt_tokens": span.prompt_tokens,
+            "decodes": span.decodes,
+        }
         events.append(_complete(_ENGINES, row[span.worker], name, span.start_s, span.end_s, args))
     for t in fleet.log.transfers:
         args = {"from": t.source, "bytes": t.bytes}

@@ -6,9 +6,9 @@ by its key and reusable until evicted). held + idle + free = total, always.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 
 @dataclass(slots=True)
@@ -47,9 +47,10 @@ class PagedKv:
         self._free: list[int] = []
         # Blocks are numbered when first used, so that an idle engine costs no memory.
         self._refs: list[int] = []
-        self._key: list[int | None] = []
+        self._key_of: dict[int, int] = {}
         self._block_of: dict[int, int] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()
+        # Oldest first. Taken from the front many at a time, so a plain dict beats an OrderedDict.
+        self._idle: dict[int, None] = {}
         self._events: list[KvEvent] = []
 
     @property
@@ -103,19 +104,19 @@ class PagedKv:
         """Blocks [first, end) of the table now hold the content that `keys` name: later prompts may share them."""
         if not self.prefix_caching or first >= end:
             return
-        stored: list[int] = []
-        for index in range(first, end):
-            key = keys[index]
-            if key in self._block_of:
-                # Computed twice: the cache knows one copy, this one is private. A run of stored keys ends here.
-                self._announce(stored, keys, index, owner)
-                stored = []
+        new = keys[first:end]
+        if self._block_of.keys().isdisjoint(new):
+            self._remember(table[first:end], new)
+            self._announce(list(new), keys, end, owner)
+            return
+        # Some were computed twice: the cache knows one copy, this one stays private. Runs of stored keys end there.
+        start = first
+        for index in range(first, end + 1):
+            if index < end and keys[index] not in self._block_of:
                 continue
-            block = table[index]
-            self._block_of[key] = block
-            self._key[block] = key
-            stored.append(key)
-        self._announce(stored, keys, end, owner)
+            self._remember(table[start:index], keys[start:index])
+            self._announce(list(keys[start:index]), keys, index, owner)
+            start = index + 1
 
     def fork(self, table: list[int]) -> list[int]:
         """A second owner of the same blocks."""
@@ -138,25 +139,24 @@ class PagedKv:
 
     def release(self, table: list[int]) -> None:
         """Give the blocks up and empty the table. The end of a prompt is evicted before its beginning."""
-        refs, key, idle, free = self._refs, self._key, self._idle, self._free
+        refs, keyed, idle, free = self._refs, self._key_of, self._idle, self._free
         for block in reversed(table):
             left = refs[block] - 1
             assert left >= 0, f"block {block} released twice"
             refs[block] = left
             if not left:
-                if key[block] is None:
-                    free.append(block)
-                else:
+                if block in keyed:
                     idle[block] = None
+                else:
+                    free.append(block)
         table.clear()
 
     def clear_cache(self) -> None:
         """Forget all content. Held blocks stay held; they are free once released."""
-        for block in self._block_of.values():
-            self._key[block] = None
         self._free.extend(self._idle)
         self._idle.clear()
         self._block_of.clear()
+        self._key_of.clear()
         if self.record_events:
             self._events.append(Cleared())
 
@@ -181,28 +181,28 @@ class PagedKv:
         if fresh > 0:
             blocks.extend(range(len(refs), len(refs) + fresh))
             refs.extend([1] * fresh)
-            self._key.extend([None] * fresh)
         if len(blocks) < count:
             self._evict(count - len(blocks), blocks)
         return blocks
 
     def _evict(self, count: int, into: list[int]) -> None:
-        oldest, known = self._idle.popitem, self._block_of
-        removed: list[int] = []
-        for _ in range(count):
-            block, _ = oldest(last=False)
-            key = self._key[block]
-            assert key is not None
-            del known[key]
-            self._key[block] = None
+        blocks = list(islice(self._idle, count))
+        removed = list(map(self._key_of.pop, blocks))
+        for block in blocks:
+            del self._idle[block]
             self._refs[block] = 1
-            removed.append(key)
-            into.append(block)
+        for key in removed:
+            del self._block_of[key]
+        into += blocks
         if self.record_events:
             if self._events and isinstance(self._events[-1], Removed):
                 self._events[-1].keys += removed
             else:
                 self._events.append(Removed(removed))
+
+    def _remember(self, blocks: Sequence[int], keys: Sequence[int]) -> None:
+        self._block_of.update(zip(keys, blocks, strict=True))
+        self._key_of.update(zip(blocks, keys, strict=True))
 
     def _announce(self, stored: list[int], keys: Sequence[int], end: int, owner: str) -> None:
         if stored and self.record_events:
