@@ -186,7 +186,7 @@ class Router:
     def _index_gauges(self) -> dict[str, Any]:
         streams = [] if self._events is None else list(self._events.streams.values())
         return {
-            "pdserve_index_blocks": float(self.index.stats().blocks),
+            "pdserve_index_blocks": float(self.index.stats.blocks),
             "pdserve_index_gaps_total": float(sum(stream.counts.gaps for stream in streams)),
         }
 
