@@ -15,7 +15,8 @@ from cluster.errors import UserError
 if TYPE_CHECKING:
     from cluster.perf.hardware import Hardware
     from cluster.perf.model_shape import ModelShape
-    from cluster.planner.topology import Rated
+    from cluster.planner.topology import Question, Rated
+    from cluster.planner.verify import Verified
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", help="Capacity, speculation and topology.")
 
@@ -267,6 +268,7 @@ def topology(
     only: Annotated[str | None, typer.Option(help="rate just this one: P4tp2+D2tp4, or C4tp4@512")] = None,
     rank: Annotated[str, typer.Option(help="gpu (goodput per GPU) or dollar (requests per dollar)")] = "gpu",
     top: Annotated[int, typer.Option(min=1, help="rows to show")] = 10,
+    verify: Annotated[int, typer.Option(min=0, max=20, help="run this many of the best in the simulator")] = 0,
     out_dir: Annotated[Path | None, typer.Option("--out", help="folder for pareto.png and topology.html")] = None,
     json: Json = False,
 ) -> None:
@@ -303,6 +305,7 @@ def topology(
         itl_max_s=_milliseconds("itl-max-ms", itl_max_ms),
         tp=_sizes("tp", tp),
         pp=_sizes("pp", pp),
+        model=model,
     )
     planner = Planner(question)
     single = parse_topology(only, list(counts)) if only else None
@@ -310,6 +313,7 @@ def topology(
         answer = planner.search(lambda n: status.update(f"searching topologies: {n}"), single)
     rated = sorted(answer.rated, key=lambda e: -e.requests_per_dollar) if rank == "dollar" else answer.rated
     front = pareto(rated)
+    verified = _verify(question, rated, verify)
     if out_dir is not None:
         _draw(rated, front, out_dir, question.shape.name, gpus, slo, prompt, output, top)
     if json:
@@ -325,6 +329,7 @@ def topology(
                 "best_colocated": _entry(answer.best("colocated")),
                 "top": [_entry(e) for e in rated[:top]],
                 "pareto": [_entry(e) for e in front],
+                "verified": [_checked(v) for v in verified],
                 "impossible": answer.impossible,
             }
         )
@@ -338,6 +343,24 @@ def topology(
     if others:
         _table("\nBest of the other kind", COLUMNS, [_row(e) for e in others])
     _table("\nPareto front: speed of one user against goodput", COLUMNS, [_row(e) for e in front[:top]])
+    if verified:
+        _table(
+            "\nIn the simulator: at the formulas' goodput, and the goodput the simulator itself finds",
+            ["topology", "req/s", "attained %", "TTFT ms", "TTFT p95", "TPOT ms", "its req/s", "its tok/s/GPU"],
+            [
+                [
+                    str(v.rated.topology),
+                    f"{v.rated.goodput_rps:.2f}",
+                    f"{100 * v.attainment:.1f}",
+                    f"{v.figures['ttft_mean_ms']:.0f}",
+                    f"{v.figures['ttft_p95_ms']:.0f}",
+                    f"{v.figures['tpot_mean_ms']:.1f}",
+                    f"{v.goodput_rps:.2f}",
+                    f"{v.tokens_per_s_per_gpu:.1f}",
+                ]
+                for v in verified
+            ],
+        )
     best = rated[0]
     price = ", ".join(f"{g} {hardware(g).price_per_hour:.2f}" for g in counts)
     out.print(
@@ -389,6 +412,36 @@ def _entry(entry: Rated | None) -> dict[str, Any] | None:
         "attainment": o.attainment,
         "limits": dict(o.limits),
         "bottleneck": o.bottleneck,
+    }
+
+
+def _verify(question: Question, rated: list[Rated], count: int) -> list[Verified]:
+    if count == 0:
+        return []
+    if question.times == "aiconfigurator":
+        raise UserError("verify: the simulator reads roofline or profile times; use --times roofline")
+    from cluster.planner.verify import verify
+
+    # One of each kind first: what a reader wants to know is whether the order of the two holds.
+    chosen = rated[:count]
+    split = next((e for e in rated if e.topology.kind == "split"), None)
+    other = next((e for e in rated if e.topology.kind != "split" and len(e.topology.colocated) == 1), None)
+    chosen += [e for e in (split, other) if e is not None and e not in chosen]
+    chosen = [e for e in chosen if len(e.topology.colocated) <= 1]
+    with err.status("simulating") as status:
+        return [verify(question, entry, progress=status.update) for entry in chosen]
+
+
+def _checked(v: Verified) -> dict[str, Any]:
+    return {
+        "topology": str(v.rated.topology),
+        "analytic_goodput_rps": v.rated.goodput_rps,
+        "attainment": v.attainment,
+        "goodput_rps": v.goodput_rps,
+        "tokens_per_s_per_gpu": v.tokens_per_s_per_gpu,
+        "ttft_mean_ms": v.figures["ttft_mean_ms"],
+        "ttft_p95_ms": v.figures["ttft_p95_ms"],
+        "tpot_mean_ms": v.figures["tpot_mean_ms"],
     }
 
 

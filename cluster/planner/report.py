@@ -270,6 +270,7 @@ def _cdfs(result: Result) -> bytes:
 
     matplotlib.use("Agg")
     from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     fig = Figure(figsize=(10.4, 3.9), dpi=110, layout="constrained")
     for number, (name, unit) in enumerate((("ttft", "TTFT"), ("tpot", "TPOT"), ("itl", "gap between tokens"))):
@@ -280,6 +281,9 @@ def _cdfs(result: Result) -> bytes:
             style = {k: v for k, v in _style(i).items() if k not in ("marker", "markersize")}
             ax.plot([1e3 * v for v, _ in points], [q for _, q in points], label=label, **style)
         ax.set_xscale("log")
+        ax.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
+        ax.xaxis.set_minor_formatter(NullFormatter())
         ax.set_xlabel(f"{unit}, ms", fontsize=9)
         ax.set_ylim(0, 1.02)
         ax.tick_params(labelsize=8)
@@ -324,10 +328,11 @@ def _gantt(records: list[RequestRecord], requests: int = 60) -> bytes:
     ax.set_yticks([offset[w] + height[w] / 2 for w in workers], workers, fontsize=8)
     ax.invert_yaxis()
     ax.set_xlabel("seconds of the run")
-    for name, colour in STAGE_COLOURS.items():
-        if any(s.name == name for s, _ in placed):
-            ax.barh([0], [0], color=colour, label=name.replace("_", " "))
-    ax.legend(frameon=False, fontsize=8, ncols=7, loc="upper left", bbox_to_anchor=(0, 1.08))
+    from matplotlib.patches import Patch
+
+    drawn = {s.name for s, _ in placed}
+    patches = [Patch(color=c, label=n.replace("_", " ")) for n, c in STAGE_COLOURS.items() if n in drawn]
+    fig.legend(handles=patches, frameon=False, fontsize=8, ncols=7, loc="outside upper left")
     return png(fig)
 
 

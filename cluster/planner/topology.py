@@ -45,6 +45,7 @@ class Question:
         gpus: type -> how many there are.
         attainment: share of requests that must meet both limits.
         link: between replicas: `rdma`, `nvlink` or `tcp`.
+        model: what `shape` was read from, where that is not its name: a folder.
         itl_max_s: longest step a decoding sequence may see; None sets no limit.
     """
 
@@ -59,6 +60,7 @@ class Question:
     kv_dtype: str | None = None
     link: str = "rdma"
     itl_max_s: float | None = None
+    model: str = ""
     tp: tuple[int, ...] = TP
     pp: tuple[int, ...] = PP
     chunks: tuple[int | None, ...] = CHUNKS
