@@ -6,18 +6,19 @@ Both `pdserve check` and `pdserve serve` call `preflight`. It loads no weights a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.config import ClusterConfig
+from cluster.engine.simulation.settings import EngineSpec, engine_spec
 from cluster.engine.vllm.arguments import RESERVED
 from cluster.engine.vllm.environment import runs_on_cpu
 from cluster.errors import ConfigError, UserError
 from cluster.layout import ReplicaLayout, replica_layout
 from cluster.messages import Role
 from cluster.models.hf_config import hf_config
-from cluster.models.resolve import SMOLLM2, SMOLLM2_PADDED
-from cluster.perf.model_shape import ModelShape, from_config
+from cluster.models.resolve import SMOLLM2, SMOLLM2_PADDED, resolve
+from cluster.perf.model_shape import ModelShape, from_config, model_shape
 from kv_transfer.compatibility import Refusal, check_pair, configured
 
 # The CPU attention kernel's block sizes, as the NIXL connector requires them.
@@ -39,19 +40,20 @@ class Preflight:
     """A configuration that can be started, as far as it can be known.
 
     Attributes:
-        hf: the model's `config.json`.
+        shape: of the model, or of the one that simulated engines stand for.
         max_model_len: tokens of prompt plus output.
         block_size: KV block, tokens.
+        specs: simulated engines by pool; empty with real ones.
     """
 
     config: ClusterConfig
-    hf: Mapping[str, Any]
     shape: ModelShape
     on_cpu: bool
     layouts: Mapping[Role, ReplicaLayout]
     max_model_len: int
     block_size: int
     kv_dtype: str
+    specs: Mapping[Role, EngineSpec] = field(default_factory=dict)
 
 
 def preflight(config: ClusterConfig) -> Preflight:
@@ -61,21 +63,18 @@ def preflight(config: ClusterConfig) -> Preflight:
         ConfigError: a value that cannot be used; the line has its path.
         Incompatible: prefill and decode cannot exchange KV; both values are named.
     """
+    return _simulated(config) if config.engine.kind == "simulated" else _real(config)
+
+
+def _real(config: ClusterConfig) -> Preflight:
     hf = hf_config(config.model)
     try:
         shape = from_config(hf, name=config.model.id)
     except UserError as e:
         raise ConfigError("model.id", str(e)) from None
     if not config.colocated:
-        refusals = check_pair(
-            configured(config, Role.PREFILL, hf),
-            configured(config, Role.DECODE, hf),
-            tp_pairs=config.kv_transfer.tp_pairs,
-        )
-        if refusals:
-            raise Incompatible(refusals)
-    simulated = config.engine.kind == "simulated"
-    on_cpu = simulated or runs_on_cpu(config)
+        _refuse(config, *(configured(config, role, hf) for role in (Role.PREFILL, Role.DECODE)))
+    on_cpu = runs_on_cpu(config)
     layouts = {role: replica_layout(config, role, on_cpu=on_cpu) for role in roles(config)}
     for role in layouts:
         _layout_fits_model(config, role, shape)
@@ -83,15 +82,42 @@ def preflight(config: ClusterConfig) -> Preflight:
     length = max_model_len(config, shape)
     args = {**config.engine.args, **config.pools.decode.engine_args}
     block = int(args.get("block_size") or (CPU_BLOCK_DEFAULT if on_cpu else GPU_BLOCK_DEFAULT))
-    if not simulated:
-        _arguments(config)
-        if on_cpu and not config.colocated and block % CPU_BLOCK_MULTIPLE:
-            raise ConfigError(
-                "engine.args.block_size",
-                f"{block} is no multiple of {CPU_BLOCK_MULTIPLE}",
-                f"on CPU a split needs blocks of a multiple of {CPU_BLOCK_MULTIPLE} tokens",
-            )
-    return Preflight(config, hf, shape, on_cpu, layouts, length, block, kv_dtype(config, shape, args))
+    _arguments(config)
+    if on_cpu and not config.colocated and block % CPU_BLOCK_MULTIPLE:
+        raise ConfigError(
+            "engine.args.block_size",
+            f"{block} is no multiple of {CPU_BLOCK_MULTIPLE}",
+            f"on CPU a split needs blocks of a multiple of {CPU_BLOCK_MULTIPLE} tokens",
+        )
+    return Preflight(config, shape, on_cpu, layouts, length, block, kv_dtype(config, shape, args))
+
+
+def _simulated(config: ClusterConfig) -> Preflight:
+    """Simulated engines say themselves what they are; the served model only gives them a tokenizer."""
+    resolve(config.model)
+    specs = {role: engine_spec(config, role) for role in roles(config)}
+    if not config.colocated:
+        _refuse(config, *(specs[role].info("", "").fingerprint for role in (Role.PREFILL, Role.DECODE)))
+    layouts = {role: replica_layout(config, role, on_cpu=True) for role in specs}
+    _budget(config, layouts)
+    decode = specs[Role.DECODE]
+    shape = model_shape(decode.settings.model)
+    return Preflight(
+        config,
+        shape,
+        True,
+        layouts,
+        decode.scheduler.max_model_len,
+        decode.scheduler.block_size_tokens,
+        decode.settings.kv_dtype or shape.dtype,
+        specs,
+    )
+
+
+def _refuse(config: ClusterConfig, prefill: Mapping[str, Any], decode: Mapping[str, Any]) -> None:
+    refusals = check_pair(prefill, decode, tp_pairs=config.kv_transfer.tp_pairs)
+    if refusals:
+        raise Incompatible(refusals)
 
 
 def roles(config: ClusterConfig) -> Iterator[Role]:

@@ -21,6 +21,7 @@ from cluster.preflight import Preflight
 from kv_transfer.heads import heads_of, reads
 from kv_transfer.settings import PORTS_PER_DP_RANK, ports_needed
 
+CPU_RANK = "CPU rank"
 CPU_MAX_NUM_SEQS = 256
 # The connector renews a lease every sixth of it, in whole seconds.
 RENEWALS_PER_LEASE = 6
@@ -97,7 +98,7 @@ def topology(facts: Preflight, machine: Machine) -> Topology:
     pools = {role: _pool(facts, role) for role in facts.layouts}
     accelerators: dict[str, tuple[int, int]] = {}
     for pool in pools.values():
-        name = pool.layout.accelerator_type or ("GPU" if pool.layout.uses_gpu else "CPU rank")
+        name = pool.layout.accelerator_type or ("GPU" if pool.layout.uses_gpu else CPU_RANK)
         low, high = accelerators.get(name, (0, 0))
         each = pool.layout.accelerators
         accelerators[name] = (low + each * pool.replicas_min, high + each * pool.replicas_max)
@@ -138,13 +139,15 @@ def _pool(facts: Preflight, role: Role) -> PoolTopology:
 def _memory(facts: Preflight, role: Role) -> PoolMemory:
     config, shape = facts.config, facts.shape
     pool = config.pool(role)
+    if role in facts.specs:
+        return _simulated_memory(facts, role)
     tp, pp = pool.layout.tp, pool.layout.pp
     args = {**config.engine.args, **pool.engine_args}
     per_rank = shape.kv_bytes_per_token(tp, pp, facts.kv_dtype)
     weights = shape.weight_bytes() // (tp * pp)
     known = PoolMemory(per_rank, per_rank * tp * pp, weights)
     device = _device(pool.accelerator)
-    if config.engine.kind == "simulated" or (not facts.on_cpu and device is None):
+    if not facts.on_cpu and device is None:
         return known
     on_gpu = not facts.on_cpu and device is not None
     max_num_seqs = int(args.get("max_num_seqs") or (EngineLimits().max_num_seqs if on_gpu else CPU_MAX_NUM_SEQS))
@@ -175,6 +178,24 @@ def _memory(facts: Preflight, role: Role) -> PoolMemory:
     concurrency, limit = min(bounds)
     return PoolMemory(
         per_rank, per_rank * tp * pp, weights, space, blocks, tokens, sequences, cap, max_num_seqs, concurrency, limit
+    )
+
+
+def _simulated_memory(facts: Preflight, role: Role) -> PoolMemory:
+    scheduler = facts.specs[role].scheduler
+    tokens = scheduler.kv_blocks * scheduler.block_size_tokens
+    sequences = tokens // scheduler.max_model_len
+    ranks = facts.layouts[role].accelerators
+    return PoolMemory(
+        bytes_per_token_per_rank=scheduler.kv_bytes_per_token // ranks,
+        bytes_per_token=scheduler.kv_bytes_per_token,
+        weights_bytes_per_rank=facts.shape.weight_bytes(facts.specs[role].settings.weight_dtype) // ranks,
+        blocks=scheduler.kv_blocks,
+        tokens=tokens,
+        sequences=sequences,
+        max_num_seqs=scheduler.max_num_seqs,
+        concurrency=min(sequences, scheduler.max_num_seqs),
+        limit="KV memory" if sequences <= scheduler.max_num_seqs else "max_num_seqs",
     )
 
 
@@ -245,7 +266,7 @@ def _warnings(
 
 def _beyond_cluster(accelerators: Mapping[str, tuple[int, int]], there: Mapping[str, int]) -> Iterator[str]:
     for name, (low, high) in accelerators.items():
-        if name == "CPU rank":
+        if name == CPU_RANK:
             continue
         count = there.get(name, 0)
         if low > count:

@@ -199,3 +199,29 @@ def test_the_table_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     shown = capsys.readouterr().out
     for word in ("prefill", "decode", "KV tokens", "NIXL pairs", "STRICT_PACK"):
         assert word in shown
+
+
+SIMULATED: dict[str, Any] = {
+    "engine": {"kind": "simulated", "simulated": {"times": "roofline", "max_model_len": 8192}},
+    "pools": {
+        "prefill": {"layout": {"tp": 2}, "replicas": {"min": 3, "max": 3}, "accelerator": "H100"},
+        "decode": {"layout": {"tp": 4}, "replicas": {"min": 5, "max": 5}, "accelerator": "A100"},
+    },
+}
+
+
+def test_simulated_engines_are_described_by_what_they_stand_for() -> None:
+    facts = preflight(parse(SIMULATED))
+    found = topology(facts, Machine())
+    assert found.accelerators == {"H100": (6, 6), "A100": (20, 20)}
+    assert found.pairs == (15, 15)
+    decode = found.pools[Role.DECODE]
+    assert decode.layout.bundles[0] == {"CPU": 0.1, "GPU": 4.0, "accelerator_type:A100": 0.001}
+    assert decode.memory.blocks == facts.specs[Role.DECODE].scheduler.kv_blocks
+    assert found.sources[3] == {1: [6, 7]}, "8 KV heads of the model they stand for, not 2 of the embedded one"
+
+
+def test_simulated_pools_that_differ_are_refused_too() -> None:
+    raw = {"engine": {"kind": "simulated"}, "pools": {"prefill": {"simulated": {"block_size_tokens": 32}}}}
+    with pytest.raises(Incompatible, match="block_size: prefill has 32, decode has 16"):
+        preflight(parse(raw))
