@@ -18,16 +18,20 @@ from cluster.engine.scheduler.step import Load, Output, Step
 from cluster.engine.simulation.settings import EngineSpec, engine_spec
 from cluster.errors import BadRequest, LeaseExpired, RequestError, TransferFailed, WorkerLost
 from cluster.goodput.accounting import GoodputCounters
-from cluster.messages import Path, Rejection, Request, RequestRecord, Role, WorkerState
+from cluster.messages import Path, Placement, Rejection, Request, RequestRecord, Role, WorkerState
 from cluster.sim.engine import MAX_REPEATS
-from cluster.sim.kernel import Kernel
+from cluster.sim.kernel import Kernel, Timer
 from cluster.sim.request import Leg, RequestRun
 from cluster.sim.worker import SimWorker
 from cluster.workload.arrival import Arrival
 from cluster.workload.blocks import block_keys
 from router import lifecycle_messages as msg
+from router.admission import Admission, Queue
 from router.placement import Placer
 from router.prefix_index import PrefixIndex
+
+# How often the queue is looked at while nothing else happens.
+PUMP_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +120,13 @@ class Fleet:
         placement = config.router.placement
         self.index = PrefixIndex(placement.index_max_blocks)
         self.placer = Placer(
-            placement, lambda info: self.specs[info.role].times, self.index, colocated=config.colocated
+            placement,
+            lambda info: self.specs[info.role].times,
+            self.index,
+            colocated=config.colocated,
+            tp_pairs=config.kv_transfer.tp_pairs,
         )
+        self.admission = Admission(config.router.admission, self.placer)
         self.workers: dict[str, SimWorker] = {}
         self.gone: list[SimWorker] = []
         self.runs: dict[str, RequestRun] = {}
@@ -125,6 +134,9 @@ class Fleet:
         self.counters = GoodputCounters()
         self.log = Log()
         self._legs: dict[str, Leg] = {}
+        self._queued: dict[str, tuple[RequestRun, msg.Place]] = {}
+        self._pumping = False
+        self._pump_timer: Timer | None = None
         self._lease_runs: dict[str, tuple[RequestRun, int]] = {}
         self._rng = random.Random(self.options.seed)
         self._faults = random.Random(self.options.seed + 1)
@@ -242,20 +254,69 @@ class Fleet:
             self.runs[request_id].feed(msg.ClientLeft())
 
     def place(self, run: RequestRun, action: msg.Place) -> None:
+        """A first place goes through admission; another one follows a failure and has waited already."""
+        if action.attempt > 1:
+            self._place(run, action)
+            return
+        verdict = self.admission.offer(run.request, self.kernel.now)
+        if isinstance(verdict, Queue):
+            self._queued[run.request.request_id] = (run, action)
+        elif isinstance(verdict, Rejection):
+            self._decided(run, action, verdict)
+        else:
+            self._place(run, action)
+        self._refuse()
+        self._watch_queue()
+
+    def unplace(self, run: RequestRun) -> None:
+        request_id = run.request.request_id
+        if self._queued.pop(request_id, None) is not None:
+            self.admission.remove(request_id)
+        self.placer.on_end(request_id, self.kernel.now)
+
+    def _place(self, run: RequestRun, action: msg.Place) -> None:
         now, request = self.kernel.now, run.request
         placed = self.placer.place(request, now, self._rng, exclude=action.exclude, local_only=action.local_only)
         if isinstance(placed, Rejection) and action.exclude:
             placed = self.placer.place(request, now, self._rng, local_only=action.local_only)
+        self._decided(run, action, placed)
+
+    def _decided(self, run: RequestRun, action: msg.Place, placed: Placement | Rejection) -> None:
+        now, request_id = self.kernel.now, run.request.request_id
         if isinstance(placed, Rejection):
-            self.log.decisions.append(Decision(now, request.request_id, action.attempt, None, None, None))
+            self.log.decisions.append(Decision(now, request_id, action.attempt, None, None, None))
         else:
             self.log.decisions.append(
-                Decision(now, request.request_id, action.attempt, placed.path, placed.prefill, placed.decode)
+                Decision(now, request_id, action.attempt, placed.path, placed.prefill, placed.decode)
             )
         run.on_placed(action, placed)
 
-    def unplace(self, run: RequestRun) -> None:
-        self.placer.on_end(run.request.request_id, self.kernel.now)
+    def _pump(self) -> None:
+        """Place whatever admission lets through now."""
+        if self._pumping or not len(self.admission):
+            return
+        self._pumping = True
+        now = self.kernel.now
+        while (request := self.admission.next(now)) is not None:
+            self._place(*self._queued.pop(request.request_id))
+        self._pumping = False
+        self._refuse()
+        self._watch_queue()
+
+    def _refuse(self) -> None:
+        for refusal in self.admission.refusals(self.kernel.now):
+            run, action = self._queued.pop(refusal.request.request_id)
+            self._decided(run, action, refusal.rejection)
+
+    def _watch_queue(self) -> None:
+        """Time alone may open the gate."""
+        if len(self.admission) and self._pump_timer is None:
+            self._pump_timer = self.kernel.after(PUMP_S, self._tick)
+
+    def _tick(self) -> None:
+        self._pump_timer = None
+        self._pump()
+        self._watch_queue()
 
     def suspect(self, action: msg.Suspect) -> None:
         """The router was told that a worker failed a request; a dead one is out already."""
@@ -350,6 +411,7 @@ class Fleet:
             if output.finished:
                 del self._legs[sequence.seq_id]
             leg.run.on_tokens(leg, finished=output.finished)
+        self._pump()
         self._leave_if_idle(worker)
 
     def _on_lease_expired(self, lease_id: str) -> None:
