@@ -46,6 +46,11 @@ class Result:
         }
 
 
+def arrive(fleet: Fleet, arrival: Arrival) -> None:
+    """The kernel's call for one arrival."""
+    fleet.arrive(arrival)
+
+
 MakePolicy = Callable[[Fleet], Policy]
 
 
@@ -61,10 +66,8 @@ def run(
     """Serve all arrivals under a policy. The bill covers the workload's duration, the records everything."""
     fleet = Fleet(scenario.config(*(first or scenario.first)), Options(keep_itl=False))
     for arrival in arrivals:
-        fleet.kernel.at(arrival.at_s, fleet.arrive, arrival)
-    scaler = Scaler(
-        fleet, make_policy(fleet), interval_s=interval_s, startup_s=startup_s, end_s=scenario.duration_s
-    )
+        fleet.kernel.at(arrival.at_s, arrive, fleet, arrival)
+    scaler = Scaler(fleet, make_policy(fleet), interval_s=interval_s, startup_s=startup_s, end_s=scenario.duration_s)
     fleet.kernel.run()
     hours, log = scenario.duration_s / 3600, scaler.log
     sizes = [targets for _, targets in log.changes]
@@ -86,13 +89,16 @@ def run(
 
 
 def recover_s(scenario: Scenario, records: list[RequestRecord]) -> float | None:
-    """From the burst's start to the first minute of arrivals in which, and after which, requests are good."""
+    """From the burst's start to the first of three minutes in a row in which arrivals are good again."""
     if scenario.burst_s is None:
         return None
     start_s, _ = scenario.burst_s
-    minutes: dict[int, list[int]] = {}
+    minutes: dict[int, list[bool]] = {}
     for record in records:
         if record.arrival_s >= start_s and (is_good(record) or is_missed(record)):
             minutes.setdefault(int((record.arrival_s - start_s) // 60), []).append(is_good(record))
-    late = [m for m, good in minutes.items() if sum(good) < RECOVERED * len(good)]
-    return 60.0 * (max(late) + 1) if late else 0.0
+    fine = {m: sum(good) >= RECOVERED * len(good) for m, good in minutes.items()}
+    for minute in range(max(fine, default=0) + 1):
+        if all(fine.get(minute + i, True) for i in range(3)):
+            return 60.0 * minute
+    return None

@@ -6,6 +6,7 @@ import itertools
 from bisect import bisect_left
 from collections.abc import Callable
 
+from cluster.autoscale_report.evaluate import arrive
 from cluster.autoscale_report.scenarios import Scenario
 from cluster.goodput.accounting import is_good, is_missed
 from cluster.messages import Role, WorkerState
@@ -20,14 +21,14 @@ Size = tuple[int, int]
 
 
 def attainment_in_window(scenario: Scenario, arrivals: list[Arrival], start_s: float, size: Size) -> float | None:
-    """Attainment of the requests that arrive in one window if the cluster has `size` from its start; None if none do."""
+    """Attainment of the requests that arrive in a window, with `size` from its start on; None if none arrive."""
     end_s = min(start_s + scenario.window_s, scenario.duration_s)
     fleet = Fleet(scenario.config(*scenario.most), Options(keep_itl=False))
     lead_s = max(0.0, start_s - LEAD_S)
     first = bisect_left(arrivals, lead_s, key=lambda a: a.at_s)
     last = bisect_left(arrivals, end_s + TAIL_S, key=lambda a: a.at_s)
     for arrival in arrivals[first:last]:
-        fleet.kernel.at(arrival.at_s - lead_s, fleet.arrive, arrival)
+        fleet.kernel.at(arrival.at_s - lead_s, arrive, fleet, arrival)
     fleet.kernel.run(start_s - lead_s)
     for role, keep in zip((Role.PREFILL, Role.DECODE), size, strict=True):
         workers = [w for w in fleet.pool(role) if w.state is WorkerState.READY]
@@ -83,9 +84,7 @@ def cheapest(attainment: Callable[[Size], float | None], most: Size, target: flo
 
 def window_size(scenario: Scenario, arrivals: list[Arrival], start_s: float, guess: Size) -> Size:
     """The oracle's size for one window."""
-    return cheapest(
-        lambda size: attainment_in_window(scenario, arrivals, start_s, size), scenario.most, 0.95, guess
-    )
+    return cheapest(lambda size: attainment_in_window(scenario, arrivals, start_s, size), scenario.most, 0.95, guess)
 
 
 def windows(scenario: Scenario) -> list[float]:

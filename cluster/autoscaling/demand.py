@@ -15,8 +15,10 @@ from cluster.autoscaling.messages import Settings
 from cluster.goodput.accounting import GoodputCounters
 from cluster.goodput.feed import needed_values
 
-# Windows for what a request is made of reach back this many look-backs where traffic is thin.
+# Windows reach back this many look-backs where traffic is steady or thin.
 REACH = 5
+# Multiples of `min_samples` that make a good estimate of means.
+ENOUGH = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,22 +79,12 @@ class Demand:
 
 
 def measure(history: History, settings: Settings) -> Demand:
-    """Rates from the look-back, or from its last quarter where arrivals have changed beyond chance (3 sigma)."""
+    """Demand now: rates from the longest window that the shorter ones do not contradict."""
     dispersion = history.dispersion()
-    long_s, long = history.window(settings.look_back_s)
-    short_s, short = history.window(max(2 * settings.interval_s, settings.look_back_s / 4))
-    rate_window_s, rates = long_s, long
-    if long_s > short_s > 0:
-        expected = long.get("started") / long_s * short_s
-        if abs(short.get("started") - expected) > 3 * math.sqrt(max(1.0, dispersion * expected)):
-            rate_window_s, rates = short_s, short
-    arrivals = rates.get("started") / rate_window_s if rate_window_s else 0.0
-    prompts = rates.get("started_prompt_tokens") / rate_window_s if rate_window_s else 0.0
-
-    made_of = long
-    if made_of.ended < settings.min_samples:
-        _, made_of = history.window(settings.look_back_s * REACH)
-    ended_prompts = made_of.get("prompt_tokens")
+    arrivals = _arrivals_per_s(history, settings, dispersion)
+    made_of = _composition(history, settings)
+    came, ended_prompts = made_of.get("started"), made_of.get("prompt_tokens")
+    prompts = arrivals * made_of.get("started_prompt_tokens") / came if came else 0.0
     by_prefill = by_decode = 0.0
     if ended_prompts > 0:
         by_prefill = made_of.get("computed_tokens", "prefill") / ended_prompts
@@ -116,3 +108,32 @@ def measure(history: History, settings: Settings) -> Demand:
         leg_cv2=min(cv2, 20.0),
         dispersion=dispersion,
     )
+
+
+def _arrivals_per_s(history: History, settings: Settings, dispersion: float) -> float:
+    """A long window has little noise and much lag, a short one the reverse: shorten only where arrivals in the
+    shorter window differ from the longer one's rate by more than chance."""
+    lengths_s = (
+        (REACH * settings.look_back_s, 0.0),
+        (settings.look_back_s, 2.5),
+        (max(2 * settings.interval_s, settings.look_back_s / 4), 3.0),
+    )
+    rate, known = 0.0, False
+    for length_s, sigmas in lengths_s:
+        window_s, counts = history.window(length_s)
+        if not window_s:
+            continue
+        came = counts.get("started")
+        expected = rate * window_s
+        if not known or abs(came - expected) > sigmas * math.sqrt(max(1.0, dispersion * expected)):
+            rate, known = came / window_s, True
+    return rate
+
+
+def _composition(history: History, settings: Settings) -> GoodputCounters:
+    """Counts of the shortest window, from one look-back up, with enough requests to tell what one is made of."""
+    for look_backs in range(1, REACH):
+        _, counts = history.window(look_backs * settings.look_back_s)
+        if min(counts.ended, counts.started) >= ENOUGH * settings.min_samples:
+            return counts
+    return history.window(REACH * settings.look_back_s)[1]

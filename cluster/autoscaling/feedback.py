@@ -10,14 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from cluster.autoscaling.messages import Observation, Settings
-from cluster.autoscaling.state import State
+from cluster.autoscaling.state import PoolState, State
 from cluster.goodput.accounting import GoodputCounters
 from cluster.messages import Role, Stage
 
 RAISE, LOWER = 1.1, 0.97
-FACTOR_MIN, FACTOR_MAX = 1.0, 2.0
+FACTOR_MIN, FACTOR_MAX = 0.9, 2.0
 # Slack enough to lower the factor: the 95th percentile uses no more than this share of the limit.
 SLACK = 0.25
+TIGHT = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +44,10 @@ def judge(state: State, seen: Observation, now: float) -> tuple[State, Verdicts]
         factor = pools[role].factor
         if share > allowed / 2:
             factor = min(FACTOR_MAX, factor * RAISE)
-        elif share < allowed / 8 and _has_slack(role, window):
-            factor = max(FACTOR_MIN, factor * LOWER)
         elif share < allowed / 4 and factor > 1:
             factor = max(1.0, factor * LOWER)
+        elif share < allowed / 8 and _is_tight(pools[role], seen.pools[role].ready) and _has_slack(role, window):
+            factor = max(FACTOR_MIN, factor * LOWER)
         pools[role] = replace(pools[role], factor=factor)
     return replace(state, pools=pools, judged_s=now), Verdicts(warnings, _figures(window))
 
@@ -79,12 +80,20 @@ def unattainable(settings: Settings, window: GoodputCounters) -> tuple[str, ...]
     if judged < settings.min_samples:
         return ()
     by_serving = window.missed_by_stage().get(Stage.PREFILL_COMPUTE, 0)
-    if by_serving / judged <= 1 - settings.attainment:
+    by_waiting = window.missed - by_serving
+    # Under load batches make serving slower too; a limit is out of reach only where hardly anything waited.
+    if by_serving / judged <= 1 - settings.attainment or by_waiting > by_serving / 4:
         return ()
     return (
         f"unattainable: {by_serving / judged:.0%} of requests miss the TTFT limit of "
         f"{settings.slo.ttft_s * 1e3:.0f} ms by prefill compute alone; replicas cannot fix that",
     )
+
+
+def _is_tight(pool: PoolState, ready: int) -> bool:
+    """Slack says something about the need only while the pool is hardly larger than the need: what a pool with
+    replicas to spare has left over tells nothing about one replica fewer."""
+    return bool(pool.needs) and pool.needs[-1][1] > TIGHT * ready
 
 
 def _has_slack(role: Role, window: GoodputCounters) -> bool:

@@ -33,7 +33,7 @@ __all__ = ["State", "decide", "initial"]
 # A pool shrinks only to what would still be enough if the need were this much larger.
 DOWN_MARGIN = 1.1
 # Growth of the running sequences that is projected over a replica's start-up is at most this.
-GROWTH_MAX = 1.5
+GROWTH_MAX = 2.5
 
 
 @dataclass(frozen=True, slots=True)

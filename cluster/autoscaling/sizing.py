@@ -13,8 +13,10 @@ from cluster.autoscaling.messages import PoolLoad, PoolSettings, Settings, StepC
 TPOT_AIM = 0.9
 # Share of a replica's KV blocks that may be used before tokens to come find no room.
 KV_AIM = 0.9
-# Room for the number of running sequences above its mean, in standard deviations.
+# Room for the work of the running sequences above its mean, in standard deviations.
 SPREAD = 1.0
+# Sequences that piled up say less about the need than what arrives: at most this many times that.
+PILE_UP = 2.0
 # Utilisation where waiting cannot be bounded because serving alone uses up the limit.
 PLAIN_UTILISATION = 0.8
 
@@ -87,9 +89,12 @@ def decode_need(
         prompt_share = cost.per_prompt_token_s * demand.decode_prompt_tokens_per_s / max(1, load.ready)
         batch = decode_batch(cost, aim_s, prompt_share, pool.max_num_seqs)
         expected = sequences * growth + queue.depth
-        if math.isfinite(batch) and expected / batch > need.replicas and expected > 1:
+        crowd = expected / batch
+        if demand.output_tokens_per_s:
+            crowd = min(crowd, PILE_UP * need.replicas + 1)
+        if crowd > need.replicas and expected > 1:
             need = Need(
-                expected / batch,
+                crowd,
                 "concurrency",
                 f"{expected:.0f} sequences, {batch:.0f} a replica within TPOT",
                 urgent=(load.waiting or 0.0) + queue.depth > batch / 4,
@@ -112,7 +117,8 @@ def seconds_per_prompt_token(cost: StepCost | None, leg_tokens: float) -> float 
 
 
 def _rate_need(pool: PoolSettings, demand: Demand, tokens_per_s: float, cost: StepCost, aim_s: float) -> Need:
-    rate = decode_replicas(cost, tokens_per_s, demand.decode_prompt_tokens_per_s, aim_s, pool.max_num_seqs, SPREAD)
+    spread = SPREAD * math.sqrt(demand.dispersion + min(demand.leg_cv2, 4.0))
+    rate = decode_replicas(cost, tokens_per_s, demand.decode_prompt_tokens_per_s, aim_s, pool.max_num_seqs, spread)
     if not math.isfinite(rate):
         # One sequence alone misses TPOT: no number of replicas helps, so share the work and nothing more.
         busy = cost.per_sequence_s * tokens_per_s + cost.per_prompt_token_s * demand.decode_prompt_tokens_per_s
