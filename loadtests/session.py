@@ -18,9 +18,9 @@ from loadtests.parallel import run_job
 from loadtests.report.build import build
 from loadtests.results import highest_rate, summarize, validity
 from loadtests.runner import Job, Run, warm_up
-from loadtests.server_side import engine_numbers, joined
 from loadtests.sample import Sample
 from loadtests.scenario import Scenario
+from loadtests.server_side import engine_numbers, joined
 from loadtests.tokenizer import FileTokenizer, find_tokenizer
 
 TEMPLATE_TOKENS = 64

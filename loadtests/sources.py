@@ -1,4 +1,4 @@
-"""Where `pdserve diagnose` gets its evidence: a live cluster, the folder of a load test, the folder of an experiment."""
+"""Where `pdserve diagnose` gets its evidence: a live cluster, a load test's folder, an experiment's folder."""
 
 from __future__ import annotations
 
