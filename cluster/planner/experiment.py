@@ -29,6 +29,7 @@ import yaml
 from pydantic import Field, ValidationError
 
 from cluster.config import ClusterConfig, Section, parse
+from cluster.diagnosis.evidence import gather
 from cluster.errors import ConfigError, UserError
 from cluster.planner.simulate import Run, by_tenant, simulate, summary
 from cluster.sim.fleet import Options
@@ -66,6 +67,7 @@ class Case:
     figures: dict[str, Any] = field(default_factory=dict)
     tenants: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     impossible: str | None = None
+    evidence: dict[str, float] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
@@ -228,11 +230,17 @@ def run(spec: Spec, progress: Callable[[str], None] = lambda _label: None) -> Re
                 cases.append(case)
                 try:
                     config, workload = apply(spec, settings)
-                    done = simulate(config, at_rate(workload, rate).arrivals(seed=seed), seed, Options(seed=seed))
+                    arrivals = list(at_rate(workload, rate).arrivals(seed=seed))
+                    done = simulate(config, arrivals, seed, Options(seed=seed))
                 except UserError as e:
                     case.impossible = str(e)
                     continue
                 case.figures, case.tenants = summary(done), by_tenant(done)
+                if seed == spec.seeds[0]:
+                    # For `pdserve diagnose`; one seed tells what the others would.
+                    counters = {"preemptions": float(done.preemptions)}
+                    prompts = [a.prompt for a in arrivals]
+                    case.evidence = gather(done.records, config.slo.to_slo(), prompts=prompts, engine=counters)
                 if rate == drawn_rate and seed == spec.seeds[0]:
                     latencies[case.label] = _latencies(done)
                     if timeline is None and all(choice.get(a) == v for a, v in wanted.items()):

@@ -120,6 +120,8 @@ def _results(result: Result, rows: list[dict[str, Any]], command: str) -> dict[s
                 "figures": c.figures,
                 "tenants": c.tenants,
                 "impossible": c.impossible,
+                "name": c.label if c.rate is None else f"{c.label} at {c.rate:g}/s",
+                **({"evidence": c.evidence} if c.evidence else {}),
             }
             for c in result.cases
         ],
