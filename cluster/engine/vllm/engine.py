@@ -97,6 +97,8 @@ class VllmEngine:
         self._queued_tokens[request.request_id] = len(request.prompt_token_ids)
         if request.kv_transfer_params is not None and request.kv_transfer_params.get("do_remote_prefill"):
             self._pulls.add(request.request_id)
+            prefill_tp = int(request.kv_transfer_params.get("tp_size") or 1)
+            self._transfers.reads_per_request = max(self._info.tp, prefill_tp)
         try:
             await self._core.add_request_async(
                 EngineCoreRequest(
