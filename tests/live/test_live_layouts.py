@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from bare import Bare
 
@@ -87,18 +88,8 @@ def test_tokens_equal_one_engine_and_bytes_the_formula(
     split: tuple[LocalCluster, ClusterConfig], expected: list[tuple[list[int], list[int]]]
 ) -> None:
     cluster, config = split
-    with httpx.Client(base_url=cluster.url, timeout=120) as client:
-        for prompt, tokens in expected:
-            body = {
-                "model": config.model.id,
-                "prompt": prompt,
-                "max_tokens": MAX_TOKENS,
-                "temperature": 0,
-                "return_token_ids": True,
-            }
-            answer = client.post("/v1/completions", json=body)
-            assert answer.status_code == 200, answer.text
-            assert answer.json()["choices"][0]["token_ids"] == tokens, f"{len(prompt)} prompt tokens"
+    for prompt, tokens in expected:
+        assert complete(cluster, config, prompt) == tokens, f"{len(prompt)} prompt tokens"
 
     shape = preflight(config).shape
     deadline = time.monotonic() + 10
@@ -123,3 +114,57 @@ def test_the_pair_is_shown_as_ready(split: tuple[LocalCluster, ClusterConfig]) -
     assert [pair["distance"] for pair in status["pairs"]] == ["node"]
     for role in (Role.PREFILL, Role.DECODE):
         assert [r["tp"] for r in status["pools"][role]["replicas"]] == [config.pool(role).layout.tp]
+
+
+def test_a_ranks_death_ends_the_replica_and_a_replacement_serves(
+    split: tuple[LocalCluster, ClusterConfig], expected: list[tuple[list[int], list[int]]]
+) -> None:
+    cluster, config = split
+    if config.pool(Role.PREFILL).layout.tp == 1:
+        pytest.skip("once is enough: in the cluster whose pools both have ranks")
+    replica = next(p for p in descendants(psutil.Process()) if "ServeReplica:pdserve:decode" in title(p))
+    engine = descendants(replica)
+    ranks = [p for p in engine if "VLLM::Worker" in title(p)]
+    assert len(ranks) == config.pool(Role.DECODE).layout.tp
+    before = {r["id"] for r in cluster.router_status()["pools"]["decode"]["replicas"]}
+    ranks[-1].kill()
+
+    _, alive = psutil.wait_procs([replica, *engine], timeout=60)
+    assert alive == [], "processes of a replica that lost a rank"
+    deadline = time.monotonic() + 180
+    while time.monotonic() < deadline:
+        status = cluster.router_status()
+        now = {r["id"] for r in status["pools"]["decode"]["replicas"]}
+        if now and not now & before and [pair["state"] for pair in status["pairs"]] == ["ready"]:
+            break
+        time.sleep(0.5)
+    else:
+        pytest.fail(f"no replacement: {status['pools']['decode']['replicas']}, {status['pairs']}")
+    prompt, tokens = expected[-2]
+    assert complete(cluster, config, prompt) == tokens
+
+
+def descendants(process: psutil.Process) -> list[psutil.Process]:
+    return process.children(recursive=True)
+
+
+def title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
+
+
+def complete(cluster: LocalCluster, config: ClusterConfig, prompt: list[int]) -> list[int]:
+    """Greedy tokens of one completion over HTTP."""
+    body = {
+        "model": config.model.id,
+        "prompt": prompt,
+        "max_tokens": MAX_TOKENS,
+        "temperature": 0,
+        "return_token_ids": True,
+    }
+    answer = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=120)
+    assert answer.status_code == 200, answer.text
+    tokens: list[int] = answer.json()["choices"][0]["token_ids"]
+    return tokens
