@@ -4,6 +4,7 @@ Serve's proxies and the manifests' environment. It answers a chat, and a real Pr
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import secrets
@@ -41,6 +42,8 @@ START_S = 300
 class Deployed:
     url: str
     ray_metrics: str
+    dashboard: str
+    agent: str
     model: str
 
 
@@ -67,6 +70,11 @@ def until(what: str, seconds: float, ask: Callable[[], Any]) -> Any:
             last = e
         time.sleep(0.5)
     raise AssertionError(f"{what}: not within {seconds} s ({last!r})")
+
+
+def die_with_parent() -> None:
+    """In the child, before it runs: SIGTERM if the test process goes away without its teardown."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def end(process: subprocess.Popen[bytes], seconds: float) -> None:
@@ -109,7 +117,9 @@ def deployed() -> Iterator[Deployed]:
         *(f"--num-cpus={cpus:g}", f"--resources={json.dumps(resources)}", "--object-store-memory=200000000"),
     ]
     with (folder / "ray.log").open("wb") as log:
-        ray = subprocess.Popen(head, env=env, stdout=log, stderr=log, cwd=folder, start_new_session=True)
+        ray = subprocess.Popen(
+            head, env=env, stdout=log, stderr=log, cwd=folder, start_new_session=True, preexec_fn=die_with_parent
+        )
     try:
         token = {"Authorization": f"Bearer {env['RAY_AUTH_TOKEN']}"}
         head_url = f"http://127.0.0.1:{dashboard}"
@@ -126,7 +136,7 @@ def deployed() -> Iterator[Deployed]:
             return ready and bool(status["pairs"]) and all(p["state"] != "warming" for p in status["pairs"])
 
         until("the pair", START_S, pair_is_warm)
-        yield Deployed(url, f"127.0.0.1:{metrics}", "embedded")
+        yield Deployed(url, f"127.0.0.1:{metrics}", head_url, f"http://127.0.0.1:{agent}", "embedded")
         subprocess.run(["serve", "shutdown", "-a", head_url, "-y"], env=env, capture_output=True, timeout=60)
     finally:
         end(ray, 90)
@@ -147,6 +157,14 @@ def test_cpu_demo_answers_a_chat(deployed: Deployed) -> None:
 def test_the_probes_of_the_manifests_are_answered(deployed: Deployed) -> None:
     assert httpx.get(f"{deployed.url}/-/healthz").status_code == 200
     assert httpx.get(f"http://{deployed.ray_metrics}/metrics").status_code == 200
+    # Kubelets have no token of Ray's.
+    assert httpx.get(f"{deployed.dashboard}/api/gcs_healthz").status_code == 200
+    assert httpx.get(f"{deployed.agent}/api/local_raylet_healthz").status_code == 200
+
+
+def test_nobody_runs_code_without_the_token(deployed: Deployed) -> None:
+    for path in ("/api/serve/applications/", "/api/jobs/"):
+        assert httpx.get(f"{deployed.dashboard}{path}").status_code in (401, 403), path
 
 
 def find(name: str) -> str:
@@ -188,7 +206,14 @@ def observed(deployed: Deployed, tmp_path_factory: pytest.TempPathFactory) -> It
          f"--web.listen-address=127.0.0.1:{alert_port}", "--cluster.listen-address="],
     ]  # fmt: skip
     started = [
-        subprocess.Popen(c, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+        subprocess.Popen(
+            c,
+            cwd=folder,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
         for c in commands
     ]
     try:
