@@ -9,12 +9,16 @@ from typing import Any
 
 from cluster.config import SloConfig
 from cluster.diagnosis.evidence import Evidence, from_mapping, gather
+from cluster.diagnosis.prompt_order import prompt_evidence
+from cluster.diagnosis.segments import segment
 from cluster.errors import UserError
 from cluster.messages import Slo
 from loadtests.discover import fetch_json, fetch_records
 from loadtests.endpoint import split_url
 from loadtests.server_side import engine_numbers
+from loadtests.tokenizer import find_tokenizer
 
+MAX_PROMPTS = 2000
 FEW = "fewer than 20 requests have ended there; let it serve for a while, or run a load test"
 
 
@@ -67,6 +71,38 @@ def read_folder(path: Path) -> list[Source]:
 
 def _numbers(raw: dict[str, Any]) -> Evidence:
     return {k: float(v) for k, v in raw.items() if isinstance(v, (int, float))}
+
+
+def read_prompts(path: Path, tokenizer: str | None = None) -> Source:
+    """A log of prompts: JSON lines with `prompt` (text), or `messages` as in chat requests, or plain text lines.
+
+    Tokens are the tokenizer's where one is named, otherwise words: positions and savings are then in words.
+    """
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(f"--prompts: {path} cannot be read ({e}); give a file of JSON lines") from None
+    texts = [_text_of(line) for line in lines[:MAX_PROMPTS]]
+    if len(texts) < 20:
+        raise UserError(f"--prompts: {path} holds {len(texts)} prompts, fewer than 20; give more of the log")
+    if tokenizer is None:
+        prompts = segment([text.split() for text in texts])
+        note = "no --tokenizer: counted in words"
+    else:
+        encode = find_tokenizer(tokenizer, tokenizer).encode
+        prompts, note = segment([encode(text, add_special_tokens=False) for text in texts]), ""
+    return Source(path.name, {"requests": float(len(texts))} | prompt_evidence(prompts), note)
+
+
+def _text_of(line: str) -> str:
+    try:
+        raw = json.loads(line)
+    except ValueError:
+        return line
+    if isinstance(raw, dict) and isinstance(raw.get("messages"), list):
+        return "\n".join(f"{m.get('role')}\n{m.get('content')}" for m in raw["messages"] if isinstance(m, dict))
+    prompt = raw.get("prompt") if isinstance(raw, dict) else raw
+    return prompt if isinstance(prompt, str) else line
 
 
 def read_cluster(url: str, api_key: str | None = None) -> Source:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,6 +18,10 @@ def command(
     source: Annotated[
         str, typer.Argument(help="http://host:port of a cluster, or the folder of a load test or experiment")
     ] = "http://127.0.0.1:8000",
+    prompts: Annotated[
+        Path | None, typer.Option(help="instead of SOURCE: a log of prompts (JSON lines); checks their order")
+    ] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="with --prompts: model folder or `embedded`")] = None,
     all_rules: Annotated[bool, typer.Option("--all", help="also what is absent or could not be decided")] = False,
     api_key: Annotated[str | None, typer.Option(help="bearer token", envvar="PDSERVE_API_KEY")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")] = False,
@@ -27,16 +32,16 @@ def command(
     """
     from cluster.diagnosis.rules import as_json as finding_json
     from cluster.diagnosis.rules import examine
-    from loadtests.sources import read
+    from loadtests.sources import read, read_prompts
 
-    sources = read(source, api_key)
+    sources = read(source, api_key) if prompts is None else [read_prompts(prompts, tokenizer)]
     found = [(s, examine(s.evidence)) for s in sources]
     if as_json:
         runs = [
             {"name": s.name, "note": s.note, "findings": [finding_json(f) for f in fs], "evidence": s.evidence}
             for s, fs in found
         ]
-        print_json({"source": source, "runs": runs})
+        print_json({"source": source if prompts is None else str(prompts), "runs": runs})
         return
     for s, findings in found:
         _show(s, findings, all_rules)

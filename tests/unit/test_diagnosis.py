@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from random import Random
 from typing import Any
 
 import pytest
@@ -12,11 +13,12 @@ import pytest
 from cluster.config import ClusterConfig
 from cluster.config import parse as parse_config
 from cluster.diagnosis.evidence import Evidence, against_baseline, from_mapping, gather
-from cluster.diagnosis.prompt_order import misplaced, reordered, reusable
+from cluster.diagnosis.prompt_order import misplaced, prompt_evidence, reordered, reusable
 from cluster.diagnosis.rules import Rule, examine, load_rules
+from cluster.diagnosis.segments import segment
 from cluster.messages import Path, RequestRecord, Role, Slo, Stage
 from cluster.sim.fleet import Fleet
-from cluster.workload.arrival import Arrival
+from cluster.workload.arrival import Arrival, count_tokens
 from cluster.workload.spec import parse as parse_workload
 
 SLO = {"ttft_ms": 1000, "tpot_ms": 30}
@@ -296,6 +298,37 @@ def test_prompt_order_counts_what_reordering_saves() -> None:
     assert reusable(better, 16) == 39 * 320
     assert misplaced(better) == []
     assert misplaced([((i, 400), (1000 + i, 400)) for i in range(40)]) == []
+
+
+def test_common_parts_of_real_prompts_are_found_wherever_they_stand() -> None:
+    rng = Random(1)
+    words = [f"w{i}" for i in range(5000)]
+    template = rng.sample(words, 200)
+    bad = [[f"date{i}", *rng.sample(words, 6 + i % 5), *template, *rng.sample(words, 20)] for i in range(60)]
+    good = [[*template, *rng.sample(words, 30)] for i in range(60)]
+    behind, front = segment(bad), segment(good)
+    for prompts, texts in ((behind, bad), (front, good)):
+        assert [count_tokens(p) for p in prompts] == [len(t) for t in texts]
+    (part,) = misplaced(behind)
+    assert part.tokens == pytest.approx(200, abs=2)
+    assert 7 <= part.position_tokens <= 11
+    assert part.prompts == 60
+    assert misplaced(front) == []
+    wrong, right = prompt_evidence(behind), prompt_evidence(front)
+    assert wrong["reusable_share"] == 0
+    assert wrong["reorder_share"] > 0.7
+    assert right["reusable_share"] > 0.7
+    assert right["reorder_share"] == 0
+    verdicts = [{f.rule.id: f.verdict for f in examine(e)}["prompt-order"] for e in (wrong, right)]
+    assert verdicts == ["present", "absent"]
+
+
+def test_prompts_that_share_nothing_stay_whole() -> None:
+    rng = Random(1)
+    prompts = segment([[rng.random() for _ in range(100)] for _ in range(30)])
+    assert [len(p) for p in prompts] == [1] * 30
+    assert len({p[0][0] for p in prompts}) == 30
+    assert segment([[], ["a"], ["a"], ["a"]])[0] == ()
 
 
 def test_records_come_back_from_json() -> None:
