@@ -8,6 +8,7 @@ from `engine.cpu` of the ClusterConfig (see `environment` in kv_transfer/setting
 |---|---|---|
 | PDSERVE_CPU_RELAX_UCX_POLLING | NIXL's progress thread polls UCX without a pause: a core per engine | 100 us pause |
 | PDSERVE_CPU_FREE_MAIN_THREAD | NIXL pins every engine's main thread to the last core of its NUMA node | not pinned |
+| PDSERVE_BIND_KV_EVENTS | see kv_transfer/kv_events_plugin.py; on for every engine, on GPUs too | |
 | PDSERVE_CPU_SLEEP_IN_QUEUE | the queue to the worker spins on sched_yield for a second after each read | 50 us sleep |
 
 A part that does not find what it changes, because vLLM or NIXL moved it, logs one line and changes nothing.
@@ -22,6 +23,8 @@ import os
 import time
 from collections.abc import Callable
 from typing import Any
+
+from kv_transfer.kv_events_plugin import BIND_KV_EVENTS, bind_kv_events
 
 RELAX_UCX_POLLING = "PDSERVE_CPU_RELAX_UCX_POLLING"
 FREE_MAIN_THREAD = "PDSERVE_CPU_FREE_MAIN_THREAD"
@@ -140,4 +143,5 @@ PARTS: dict[str, Callable[[], None]] = {
     RELAX_UCX_POLLING: relax_ucx_polling,
     FREE_MAIN_THREAD: free_main_thread,
     SLEEP_IN_QUEUE: sleep_in_queue,
+    BIND_KV_EVENTS: bind_kv_events,
 }

@@ -26,6 +26,7 @@ from cluster.messages import Outcome, RequestRecord
 from cluster.sim.fleet import Fleet, Options
 from cluster.workload.arrival import Arrival
 from cluster.workload.traces import Replay
+from router.admission import Admission
 from router.placement import Placer
 from router.policies import BASELINES
 from router.prefix_index import PrefixIndex
@@ -106,6 +107,7 @@ def replicate(count: int) -> Callable[[Fleet], None]:
             together.add_worker(worker.info, 0.0)
             together.set_index_exact(worker.worker_id, True)
         fleet.placer = cast(Placer, together)
+        fleet.admission = Admission(fleet.config.router.admission, together)
 
     return prepare
 

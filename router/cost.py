@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TypeVar
 
-from cluster.messages import Path, Request, RequestRecord, Stage
+from cluster.messages import Outcome, Path, Request, RequestRecord, Stage
 from router.load import Mean, WorkerLoad
 
 T = TypeVar("T", bound=tuple[Any, ...])
@@ -171,7 +171,7 @@ class CostModel:
 
     def observe(self, record: RequestRecord, prefill: WorkerLoad | None, decode: WorkerLoad | None) -> None:
         """Learn output lengths, and how much longer than modelled transfers over a distance take."""
-        if record.output_tokens:
+        if record.output_tokens and record.outcome is Outcome.DONE:
             self.output_tokens.add(record.output_tokens)
         measured = record.stage_s.get(Stage.KV_TRANSFER)
         if prefill is None or decode is None or not measured or not record.transfer_bytes:
@@ -260,7 +260,7 @@ class CostModel:
             key = (d.times_id, cached)
             known = works.get(key)
             if known is None:
-                chunks = -(-(prompt - cached) // d.info.max_num_batched_tokens)
+                chunks = max(1, -(-(prompt - cached) // d.info.max_num_batched_tokens))
                 work = prefill_s(d, prompt - cached, cached)
                 known = works[key] = work, chunks, work - self._rank(q, d, cached, work)
             work, chunks, shared = known

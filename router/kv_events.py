@@ -13,6 +13,7 @@ by the tokens that the events carry: a block's key continues its parent's key, a
     LIVE       smaller number, newer time     a new epoch: the engine restarted and is empty   LIVE/WAITING
     LIVE       larger number                  held; the missing ones are asked for             WAITING
     LIVE       silence                        asked for whatever came after the last number    WAITING
+    LIVE       asking brings news, twice      the subscription is deaf: asked every 0.2 s      LIVE
     WAITING    the missing number             applied, then all held that follow               LIVE
     WAITING    end of replay, still missing   the worker's entries are dropped; PARTIAL        LIVE
     WAITING    no answer                      asked again, after some tries as above           WAITING/LIVE
@@ -38,6 +39,9 @@ REPLAY_TIMEOUT_S = 1.0
 REPLAY_TRIES = 3
 SILENCE_S = 2.0
 """A last batch that was lost shows only by asking: after this much silence the replay endpoint is asked."""
+POLL_S = 0.2
+"""The same where asking twice in a row brought what the subscription did not: it does not work, asking does."""
+DEAF_ANSWERS = 2
 HELD_BATCHES = 20_000
 
 
@@ -179,6 +183,13 @@ class KvEventStream:
         self._answered_s = now
         self._tries = 0
         self._started = False
+        self._news = False
+        self._deaf = 0
+
+    @property
+    def deaf(self) -> bool:
+        """The subscription delivers nothing while the replay endpoint has news."""
+        return self._deaf >= DEAF_ANSWERS
 
     @property
     def blocks(self) -> int:
@@ -197,7 +208,7 @@ class KvEventStream:
 
     def on_batch(self, seq: int, payload: bytes, now: float) -> None:
         """A batch of the subscription, in whatever order."""
-        self._answered_s = now
+        self._answered_s, self._deaf = now, 0
         if self._next is None:
             # No history can be had: what was cached before is unknown.
             self._next = seq
@@ -208,12 +219,16 @@ class KvEventStream:
     def on_replay(self, seq: int, payload: bytes, now: float) -> None:
         """A batch of the replay endpoint."""
         self._asked_s = now
+        if self._started and not self.behind and self._next is not None and seq >= self._next:
+            self._news = True
         self._take(seq, payload, now)
 
     def on_replay_end(self, now: float) -> None:
         """The replay endpoint sent all it has."""
         self._asked_s, self._answered_s, self._tries = None, now, 0
         self._started = True
+        if self._news:
+            self._deaf, self._news = self._deaf + 1, False
         if not self._held:
             self._waiting_since = None
         elif self._waiting_since is not None and self._waiting_since < self._request_s:
@@ -234,10 +249,14 @@ class KvEventStream:
                 self._asked_s, self._answered_s, self._tries, self._started = None, now, 0, True
                 self._give_up(now)
                 return None
-        elif self._started and self._waiting_since is None and now - self._answered_s < SILENCE_S:
+        elif self._up_to_date(now):
             return None
         self._asked_s = self._request_s = now
         return self._next
+
+    def _up_to_date(self, now: float) -> bool:
+        silence = POLL_S if self.deaf else SILENCE_S
+        return self._started and self._waiting_since is None and now - self._answered_s < silence
 
     # -- the sequence -------------------------------------------------------------------------------------------
 

@@ -14,6 +14,8 @@ from cluster.messages import Request, Role, WorkerInfo, WorkerSnapshot, WorkerSt
 from cluster.perf.times import StepTimes
 
 RECENT_S = 60.0
+STEPS_MEASURED = 16
+"""Enough that the jitter of two messages does not matter."""
 STALE = -1.0
 CURVE_TOKENS = 4096
 """Context over which the slope of a decode step is taken."""
@@ -28,6 +30,7 @@ class Reservation:
         started_s: when the decode leg was started (placed, on a local path); None before.
         prefilling: the prompt is not computed yet.
         leased: the prefill engine's blocks are still held.
+        tpot_limit_s: what others on the decode engine must leave it; infinity where it was never kept.
     """
 
     request: Request
@@ -39,10 +42,20 @@ class Reservation:
     prefill_blocks: int
     decode_blocks: int
     context_tokens: float
+    tpot_limit_s: float
     started_s: float | None = None
     prefilled_s: float | None = None
     prefilling: bool = True
     leased: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class StepSample:
+    """A measured decode step: the mean of several with one batch."""
+
+    batch: int
+    context_tokens: int
+    step_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +92,7 @@ class WorkerLoad:
         "_local_window_s",
         "_recent",
         "_recent_s",
+        "_run",
         "_unseen",
         "block",
         "free_blocks",
@@ -108,6 +122,7 @@ class WorkerLoad:
         self.snapshot: WorkerSnapshot | None = None
         self.own: dict[str, Reservation] = {}
         self._unseen: dict[str, Reservation] = {}
+        self._run: tuple[WorkerSnapshot, float] | None = None
         self.free_s = now
         """When the prefill work that is known now will be done."""
         self.leases = 0
@@ -192,13 +207,13 @@ class WorkerLoad:
         self._fresh_blocks += r.decode_blocks
         self._fresh_context += r.context_tokens
         self._settle()
-        limit = r.request.slo.tpot_s
+        limit = r.tpot_limit_s
         self._limits[limit] = self._limits.get(limit, 0) + 1
         self.tightest_tpot_s = min(self.tightest_tpot_s, limit)
 
     def end_decode(self, r: Reservation) -> None:
         self._forget(r)
-        limit = r.request.slo.tpot_s
+        limit = r.tpot_limit_s
         left = self._limits.get(limit, 0) - 1
         if left > 0:
             self._limits[limit] = left
@@ -215,9 +230,13 @@ class WorkerLoad:
         self._local_window_s = window_s
         self.local_until_s = now + window_s
 
-    def on_snapshot(self, snapshot: WorkerSnapshot, now: float, queued_s: float) -> None:
-        """`queued_s` is the time the engine needs for `snapshot.queued_prefill_tokens`."""
+    def on_snapshot(self, snapshot: WorkerSnapshot, now: float, queued_s: float) -> StepSample | None:
+        """`queued_s` is the time the engine needs for `snapshot.queued_prefill_tokens`.
+
+        Returns a measured decode step where this snapshot ends a run of them.
+        """
         self.snapshot, self.state = snapshot, snapshot.state
+        sample = self._measure(snapshot, now)
         if self._unseen:
             me, visible = self.info.worker_id, now - self.visible_after_s
             for request_id, r in list(self._unseen.items()):
@@ -226,6 +245,21 @@ class WorkerLoad:
                     del self._unseen[request_id]
         self.free_s = now + queued_s + sum(r.prefill_s for r in self._unseen.values() if self._prefills(r))
         self._recount()
+        return sample
+
+    def _measure(self, snapshot: WorkerSnapshot, now: float) -> StepSample | None:
+        """Time `STEPS_MEASURED` engine steps during which the same sequences decoded and no prompt was computed."""
+        run = self._run
+        if snapshot.running == 0 or snapshot.waiting or snapshot.queued_prefill_tokens:
+            self._run = None
+        elif run is None or run[0].running != snapshot.running or snapshot.steps < run[0].steps:
+            self._run = snapshot, now
+        elif snapshot.steps - run[0].steps >= STEPS_MEASURED:
+            self._run = snapshot, now
+            used = (run[0].kv_used_blocks + snapshot.kv_used_blocks) // 2
+            seconds = (now - run[1]) / (snapshot.steps - run[0].steps)
+            return StepSample(snapshot.running, used * self.block, seconds)
+        return None
 
     def _prefills(self, r: Reservation) -> bool:
         return r.prefilling and (r.prefill_worker or r.decode_worker) == self.info.worker_id

@@ -28,6 +28,7 @@ from cluster.messages import (
     WorkerSnapshot,
     WorkerState,
 )
+from cluster.perf.online import OnlineTimes
 from cluster.perf.times import StepTimes
 from kv_transfer.compatibility import TpPairs
 from router.admission import Forecast
@@ -56,6 +57,7 @@ class Placer:
         lease_headroom: share of a prefill engine's KV that prompts waiting to be pulled should leave free.
         retry_after_s: what a rejected client is told where no better figure is predicted.
         key_block_tokens: tokens per key in `Request.block_keys`; default: the smallest block of any worker.
+        promised_tpot_s: a client's limit below this binds its own placement, but keeps nobody else off an engine.
         visible_after_s: a snapshot that arrives this much later than a leg's start counts it (0 in simulation).
         tp_pairs: see `kv_transfer.tp_pairs`: engines that may not exchange KV are never paired.
     """
@@ -70,13 +72,14 @@ class Placer:
         lease_headroom: float = 0.1,
         retry_after_s: float = 1.0,
         key_block_tokens: int | None = None,
+        promised_tpot_s: float = 0.0,
         visible_after_s: float = VISIBLE_AFTER_S,
         tp_pairs: TpPairs = "tested",
     ) -> None:
         self.config, self.index, self.colocated = config, index, colocated
         self._times_of = times_of
         self.model = CostModel(lease_headroom)
-        self._retry_after_s = retry_after_s
+        self._retry_after_s, self._promised_tpot_s = retry_after_s, promised_tpot_s
         self._key_block_tokens, self._visible_after_s = key_block_tokens, visible_after_s
         self._pools: dict[Role, dict[str, WorkerLoad]] = {Role.PREFILL: {}, Role.DECODE: {}}
         self._ready: dict[Role, list[WorkerLoad] | None] = dict.fromkeys(Role)
@@ -135,7 +138,9 @@ class Placer:
         if snapshot.state is not worker.state:
             self._ready = dict.fromkeys(Role)
         queued = snapshot.queued_prefill_tokens
-        worker.on_snapshot(snapshot, now, prefill_s(worker, queued, 0) if queued else 0.0)
+        sample = worker.on_snapshot(snapshot, now, prefill_s(worker, queued, 0) if queued else 0.0)
+        if sample is not None and isinstance(worker.times, OnlineTimes):
+            worker.times.observe_decode(sample.batch, sample.context_tokens, sample.step_s, now)
 
     def set_index_exact(self, worker_id: str, exact: bool) -> None:
         """Whether the index follows this worker's KV events completely. Until told so, it is guessed from placements.
@@ -379,6 +384,7 @@ class Placer:
             prefill_blocks=-(-request.prompt_tokens // p.info.block_size_tokens) if p else 0,
             decode_blocks=decode_blocks(d, request, q.output_tokens, q.matched.get(d.name, 0)),
             context_tokens=q.context_tokens,
+            tpot_limit_s=max(request.slo.tpot_s, self._promised_tpot_s) if choice.inside_tpot else float("inf"),
             started_s=None if p else now,
         )
         self._reservations[request.request_id] = r

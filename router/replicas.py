@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from itertools import cycle
 
 from cluster.messages import Placement, Rejection, Request, RequestRecord, WorkerInfo, WorkerSnapshot
+from router.admission import Forecast
 from router.placement import Placer
 
 
@@ -53,8 +54,16 @@ class PlacerReplicas:
         exclude: frozenset[str] = frozenset(),
         local_only: bool = False,
     ) -> Placement | Rejection:
-        placer = self._owner.setdefault(request.request_id, next(self._turn))
+        placer = self._owner.get(request.request_id)
+        if placer is None:
+            placer = self._owner[request.request_id] = next(self._turn)
         return placer.place(request, now, rng, exclude=exclude, local_only=local_only)
+
+    def forecast(self, request: Request, now: float) -> Forecast | Rejection:
+        placer = self._owner.get(request.request_id)
+        if placer is None:
+            placer = self._owner[request.request_id] = next(self._turn)
+        return placer.forecast(request, now)
 
     def on_prefilled(self, request_id: str, now: float, cached_tokens: int) -> None:
         if (placer := self._owner.get(request_id)) is not None:

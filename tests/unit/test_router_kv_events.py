@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from router.block_keys import block_keys, namespace
-from router.kv_events import REORDER_S, REPLAY_TIMEOUT_S, SILENCE_S, KvEventStream, Quality
+from router.kv_events import POLL_S, REORDER_S, REPLAY_TIMEOUT_S, SILENCE_S, KvEventStream, Quality
 from router.prefix_index import PrefixIndex
 
 BLOCK = 4
@@ -187,6 +187,27 @@ def test_a_lost_last_batch_is_asked_for_after_a_silence():
     assert predicted(index, list(range(40))) == 0
     assert answer(stream, engine, SILENCE_S + 0.1)
     assert predicted(index, list(range(40))) == 10
+
+
+def test_a_deaf_subscription_is_replaced_by_asking_more_often():
+    index, engine = PrefixIndex(), EngineCache(1000)
+    stream = started(index, engine)
+    now, asked = 0.0, []
+    for i in range(100):
+        now += 0.1
+        engine.serve([i] * 40)
+        engine.publish()
+        if answer(stream, engine, now):
+            asked.append(now)
+    assert stream.deaf
+    assert len(asked) > 20
+    assert sum(predicted(index, [i] * 40) for i in range(100)) >= 97 * 10
+    engine.serve([100] * 40)
+    for batch in engine.log[stream.expected :]:
+        stream.on_batch(*batch, now=now)
+    stream.on_batch(*engine.publish(), now=now)
+    assert not stream.deaf
+    assert not answer(stream, engine, now + POLL_S * 2)
 
 
 @pytest.mark.parametrize("replayable", [True, False])

@@ -21,6 +21,7 @@ from cluster.messages import (
     WorkerSnapshot,
     WorkerState,
 )
+from cluster.perf.online import OnlineTimes
 from cluster.perf.times import LinearTimes
 from router.block_keys import block_keys, namespace
 from router.cost import TIE_FRACTION, TIE_S
@@ -335,6 +336,14 @@ def test_a_tighter_neighbour_limits_what_joins_it():
     assert placer.choose(request(2000, rng, slo=Slo(2.0, 0.05)), 1.0, rng).decode.name == home
 
 
+def test_a_client_cannot_keep_others_off_an_engine_by_asking_for_the_impossible():
+    rng = random.Random(29)
+    for limit, promised in ((1e-6, 0.0), (0.0051, 0.05)):
+        placer = cluster(prefills=1, decodes=1, config=SPLIT_ONLY, promised_tpot_s=promised)
+        placed(placer, request(2000, rng, slo=Slo(2.0, limit)), 0.0, rng)
+        assert placer.choose(request(2000, rng), 0.0, rng).inside_tpot
+
+
 def test_with_no_pair_inside_tpot_the_least_bad_is_taken_and_said_so():
     rng = random.Random(11)
     placer = cluster(config=SPLIT_ONLY)
@@ -624,6 +633,29 @@ def test_a_snapshot_replaces_reservations_once_it_can_know_them():
     placer.on_prefilled(r.request_id, 5.0, 0)
     placer.on_snapshot(snapshot("d0", running=1, kv_used_blocks=126), 5.03)
     assert (d.sequences, d.used_blocks) == (1, 126)
+
+
+def test_decode_steps_are_measured_from_snapshots_and_teach_the_model():
+    """An engine twice as slow as the prior says: after some runs of pure decode steps TPOT is predicted right."""
+    rng = random.Random(30)
+    online = OnlineTimes(TIMES)
+    placer = Placer(SPLIT_ONLY, lambda _: online, PrefixIndex())
+    placer.add_worker(info("p0", Role.PREFILL), 0.0)
+    placer.add_worker(info("d0", Role.DECODE), 0.0)
+    before = placer.choose(request(2000, rng), 0.0, rng).tpot_s
+    now, steps = 0.0, 0
+    for run in range(60):
+        batch = 1 + run % 20
+        used = batch * 125
+        for _ in range(20):
+            now += 2 * TIMES.step_s((), batch, used * BLOCK) + rng.uniform(-0.5e-3, 0.5e-3)
+            steps += 1
+            placer.on_snapshot(snapshot("d0", steps=steps, running=batch, kv_used_blocks=used), now)
+        now += 0.5  # a prompt is computed in between: not a decode step
+        steps += 1
+        placer.on_snapshot(snapshot("d0", steps=steps, running=batch, queued_prefill_tokens=500), now)
+    placer.on_snapshot(snapshot("d0", steps=steps), now)
+    assert placer.choose(request(2000, rng), now, rng).tpot_s == pytest.approx(2 * before, rel=0.1)
 
 
 def test_a_burst_between_snapshots_is_spread():

@@ -7,6 +7,7 @@ from cluster.engine.vllm.arguments import EngineSettings
 from cluster.layout import replica_layout
 from cluster.messages import Role
 from cluster.models.resolve import resolve
+from kv_transfer.kv_events_plugin import BIND_KV_EVENTS
 from kv_transfer.ports import PortReservation, reserve
 from kv_transfer.settings import PortPlan, engine_transfer, ports_needed
 
@@ -23,7 +24,8 @@ def prepare(config: ClusterConfig, role: Role, *, host: str) -> EngineSettings:
     reservation = reserve(ports_needed(layout), lowest=config.kv_transfer.port_min, highest=config.kv_transfer.port_max)
     ports = PortPlan(reservation.first, layout.dp)
     transfer = engine_transfer(config, role, host=host, ports=ports, on_cpu=on_cpu)
-    environment = {"VLLM_NO_USAGE_STATS": "1", **base_environment(config, model.is_folder), **transfer.environment}
+    environment = {"VLLM_NO_USAGE_STATS": "1", BIND_KV_EVENTS: "1", **base_environment(config, model.is_folder)}
+    environment |= transfer.environment
     if on_cpu:
         environment |= {
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
