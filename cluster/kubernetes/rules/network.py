@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from cluster.config import KvTransferConfig
 from cluster.kubernetes.manifests import Finding, Manifest, Pod, of_kind, pods, selects, where
 
 # Ports that Ray pods open to each other: fixed ones, and one out of each range that processes choose from.
@@ -13,7 +14,7 @@ INTERNAL_PORTS = {
     "Ray's control store": 6379,
     "Ray's workers": 10002,
     "the proxies": 8000,
-    "NIXL's side channel": 5600,
+    "NIXL's side channels and KV events": KvTransferConfig().port_min,
     "UCX's data connections": 40000,
 }
 
