@@ -1,5 +1,13 @@
-.PHONY: aiconfigurator plan-compare
+.PHONY: aiconfigurator plan-compare experiments
+
+AIC := $(HOME)/.cache/pdserve/aiconfigurator
 
 aiconfigurator:  ## optional: AIConfigurator's measured tables, in an environment of its own in the user's cache
-	@test -x $(HOME)/.cache/pdserve/aiconfigurator/bin/python || $(PYTHON) -m venv $(HOME)/.cache/pdserve/aiconfigurator
-	@$(HOME)/.cache/pdserve/aiconfigurator/bin/python -m pip install --quiet --disable-pip-version-check aiconfigurator==0.12.0
+	@test -x $(AIC)/bin/python || $(PYTHON) -m venv $(AIC)
+	@$(AIC)/bin/python -m pip install --quiet --disable-pip-version-check aiconfigurator==0.12.0
+
+plan-compare: setup aiconfigurator  ## the planner beside AIConfigurator on three models, H100 and H200; about 2 minutes
+	@$(BIN)/python -m cluster.planner.compare
+
+experiments: setup  ## every file of loadtests/experiments, reports in out/experiments; about 15 minutes on two cores
+	@for f in loadtests/experiments/*.yaml; do $(BIN)/pdserve experiment $$f || exit $$?; done

@@ -137,3 +137,50 @@ def _their_row(name: str, kind: str, best: dict[str, str], count: int) -> dict[s
         "TTFT ms": round(float(best["ttft"])),
         "TPOT ms": round(float(best["tpot"]), 1),
     }
+
+
+def main() -> None:
+    """`make plan-compare`: the table of docs/fidelity.md, then one line of JSON with the key ratios."""
+    import json
+    import sys
+
+    rows: list[dict[str, Any]] = []
+    for model in ("llama-3.1-70b", "llama-3.1-8b", "qwen3-32b"):
+        for gpu in ("H100", "H200"):
+            print(f"{model} on 16 {gpu}", file=sys.stderr)
+            rows += answers(model, gpu, 16, 4000, 500, 2000.0, 40.0)
+    columns = ["model and GPUs", "who", "kind", "best layout", "tok/s/GPU", "req/s", "TTFT ms", "TPOT ms"]
+    print("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
+    for row in rows:
+        print("| " + " | ".join(str(row[c]) for c in columns) + " |")
+    print(json.dumps(agreement(rows)))
+
+
+def agreement(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """How the two searches agree: same winner (split or not), same best split layout, ratio of goodputs."""
+    cases = list(dict.fromkeys(row["model and GPUs"] for row in rows))
+    winners = layouts = 0
+    ratios: list[float] = []
+    for case in cases:
+        ours = {r["kind"]: r for r in rows if r["model and GPUs"] == case and r["who"] == "pdserve, aiconfigurator"}
+        theirs = {r["kind"]: r for r in rows if r["model and GPUs"] == case and r["who"].startswith("AIConf")}
+
+        def split_wins(answer: dict[str, dict[str, Any]]) -> bool:
+            rest = [r["tok/s/GPU"] for kind, r in answer.items() if kind != "split"]
+            return bool(answer["split"]["tok/s/GPU"] > max(rest))
+
+        winners += split_wins(ours) == split_wins(theirs)
+        bare = ours["split"]["best layout"].replace("H100 ", "").replace("H200 ", "")
+        layouts += bare == theirs["split"]["best layout"]
+        ratios += [ours[k]["tok/s/GPU"] / theirs[k]["tok/s/GPU"] for k in ours.keys() & theirs.keys()]
+    return {
+        "cases": len(cases),
+        "same_winner": winners,
+        "same_split_layout": layouts,
+        "goodput_ratio_min": round(min(ratios), 3),
+        "goodput_ratio_max": round(max(ratios), 3),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""Experiments: every combination is run, mistakes are one line, and the folder holds what the page shows."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cluster.errors import ConfigError, UserError
+from cluster.planner import experiment, report
+from cluster.planner.experiment import Case, Result, averaged
+from cluster.planner.simulate import quantile
+from cluster.planner.timeline import chrome_trace, lanes, spans
+
+EXPERIMENTS = Path(__file__).resolve().parents[2] / "loadtests" / "experiments"
+
+SMALL = {
+    "title": "Small",
+    "cluster": {
+        "model": {"max_model_len": 2048},
+        "pools": {"prefill": {"replicas": {"min": 1, "max": 1}}, "decode": {"replicas": {"min": 1, "max": 1}}},
+        "engine": {"simulated": {"prefix_caching": False}},
+    },
+    "workload": {
+        "requests": 30,
+        "slo": {"ttft_ms": 500, "tpot_ms": 20, "attainment": 0.9},
+        "arrivals": {"process": "poisson", "rate_per_s": 5},
+        "prompts": {
+            "kind": "plain",
+            "prompt_tokens": {"dist": "fixed", "tokens": 200},
+            "output_tokens": {"dist": "fixed", "tokens": 20},
+        },
+    },
+    "rates": [2, 40],
+    "axes": {
+        "split": {"1P1D": {}, "2C": {"cluster.pools.prefill": None, "cluster.pools.decode.replicas": 2}},
+        "seqs": {"path": "cluster.engine.simulated.max_num_seqs", "values": [4, 32]},
+    },
+    "report": {"heatmap": ["split", "seqs"], "at_rate": 2, "timeline": {"split": "1P1D"}, "metrics": ["ttft_p95_ms"]},
+}
+
+
+def _write(tmp_path: Path, content: object) -> Path:
+    path = tmp_path / "e.yaml"
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    return path
+
+
+@pytest.fixture
+def result(tmp_path: Path) -> Result:
+    return experiment.run(experiment.load(_write(tmp_path, SMALL)))
+
+
+def test_every_combination_is_run_once(result: Result) -> None:
+    assert len(result.cases) == experiment.count(result.spec) == 8
+    assert {(c.label, c.rate) for c in result.cases} == {
+        (f"{split}, {seqs}", rate) for split in ("1P1D", "2C") for seqs in ("4", "32") for rate in (2, 40)
+    }
+    for case in result.cases:
+        assert case.figures["offered"] == case.figures["done"] == 30
+        paths = {name for name in case.figures if name.startswith("path ")}
+        assert paths == ({"path colocated"} if "2C" in case.label else {"path split"} if case.rate == 2 else paths)
+
+
+def test_the_same_file_gives_the_same_figures(tmp_path: Path, result: Result) -> None:
+    again = experiment.run(experiment.load(_write(tmp_path, SMALL)))
+    drop = {"wall_s"}
+    first, second = ([{k: v for k, v in c.figures.items() if k not in drop} for c in r.cases] for r in (result, again))
+    assert first == second
+
+
+def test_the_folder_holds_figures_pictures_and_one_page_that_needs_no_other(tmp_path: Path, result: Result) -> None:
+    folder = tmp_path / "out"
+    names = {p.name for p in report.write(result, folder, "pdserve experiment e.yaml")}
+    expected = {"results.json", "runs.csv", "report.html", "timeline.json"}
+    assert expected | {"goodput.png", "attainment.png", "heatmap.png", "cdf.png", "timeline.png"} <= names
+    for name in names:
+        if name.endswith(".png"):
+            assert (folder / name).read_bytes().startswith(b"\x89PNG")
+    data = json.loads((folder / "results.json").read_text())
+    assert data["title"] == "Small" and len(data["runs"]) == 8 and data["attainment_target"] == 0.9
+    rows = list(csv.DictReader((folder / "runs.csv").open()))
+    assert len(rows) == 8 and rows[0]["split"] == "1P1D" and float(rows[0]["attainment"]) <= 1
+    page = (folder / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == len([n for n in names if n.endswith(".png")])
+    assert "src='http" not in page and "href" not in page
+
+
+def test_the_timeline_has_each_stage_on_its_worker_and_boxes_of_a_lane_never_overlap(result: Result) -> None:
+    assert result.timeline is not None
+    records = result.timeline.records
+    for record in records:
+        parts = list(spans(record))
+        first = record.arrival_s + (record.ttft_s or 0)
+        before = [s for s in parts if s.name != "decode"]
+        assert sum(s.end_s - s.begin_s for s in before) == pytest.approx(record.ttft_s, rel=0.01)
+        assert parts[-1].end_s == pytest.approx(record.end_s) and parts[-1].begin_s == pytest.approx(first)
+    trace = chrome_trace(records)["traceEvents"]
+    assert {e["args"]["name"] for e in trace if e["ph"] == "M"} >= {"prefill-0", "decode-0"}
+    placed = lanes([s for r in records for s in spans(r)])
+    by_lane: dict[tuple[str, int], float] = {}
+    for span, lane in placed:
+        assert span.begin_s >= by_lane.get((span.worker, lane), 0.0) - 1e-9
+        by_lane[span.worker, lane] = span.end_s
+
+
+def test_a_combination_that_cannot_be_is_kept_with_its_reason(tmp_path: Path) -> None:
+    content = {
+        **SMALL,
+        "rates": [2],
+        "axes": {
+            "model": {
+                "fits": {},
+                "does not": {
+                    "cluster.engine.simulated.times": "roofline",
+                    "cluster.engine.simulated.model": "llama-3.1-70b",
+                },
+            }
+        },
+        "report": {},
+    }
+    done = experiment.run(experiment.load(_write(tmp_path, content)))
+    reasons = {c.label: c.impossible for c in done.cases}
+    assert reasons["fits"] is None and "nothing is left for KV" in str(reasons["does not"])
+    assert "nothing is left for KV" in (
+        report.write(done, tmp_path / "o", "x") and (tmp_path / "o/report.html").read_text()
+    )
+    content["axes"]["model"].pop("fits")
+    with pytest.raises(UserError, match="no combination can run"):
+        experiment.run(experiment.load(_write(tmp_path, content)))
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"axs": {}}, "axs: extra inputs are not permitted; known keys: title"),
+        ({"axes": {"x": [1]}}, "axes.x: input should be a valid dictionary"),
+        ({"axes": {"x": {"path": "cluster.a"}}}, "axes.x: is neither named variants nor"),
+        ({"report": {"heatmap": ["split", "nothing"]}}, "report.heatmap: 'nothing' is not an axis"),
+        ({"report": {"timeline": {"split": "9P"}}}, "report.timeline: split: '9P' is not a variant"),
+        ({"axes": {"x": {"a": {"pools.prefill": None}}}, "report": {}}, "axes: pools.prefill: does not start with"),
+        ({"axes": {"x": {"a": {"cluster.pols": 1}}}, "report": {}}, "pols: unknown key; did you mean `pools`?"),
+        ({"axes": {"x": {"a": {"workload.requests": 0}}}, "report": {}}, "workload.requests: input should be greater"),
+    ],
+)
+def test_a_mistake_in_the_file_is_one_line(tmp_path: Path, change: dict, line: str) -> None:
+    with pytest.raises(UserError) as caught:
+        spec = experiment.load(_write(tmp_path, {**SMALL, **change}))
+        for _, settings in experiment.combinations(spec):
+            experiment.apply(spec, settings)
+    assert str(caught.value).startswith(line) and "\n" not in str(caught.value)
+
+
+def test_files_that_cannot_be_read_are_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        experiment.load(tmp_path / "missing.yaml")
+    (tmp_path / "bad.yaml").write_text("a: [")
+    with pytest.raises(ConfigError, match="is not valid YAML"):
+        experiment.load(tmp_path / "bad.yaml")
+
+
+@pytest.mark.parametrize("path", sorted(EXPERIMENTS.glob("*.yaml")), ids=lambda p: p.stem)
+def test_the_experiments_of_the_repository_can_run(path: Path) -> None:
+    """Every combination gives a cluster, a workload and engines that fit; nothing is simulated here."""
+    from cluster.engine.simulation.settings import engine_spec
+    from cluster.messages import Role
+
+    spec = experiment.load(path)
+    assert spec.question and spec.conditions
+    for _, settings in experiment.combinations(spec):
+        config, workload = experiment.apply(spec, settings)
+        assert next(iter(workload.arrivals())).prompt_tokens > 0
+        for role in [Role.DECODE] if config.colocated else list(Role):
+            assert engine_spec(config, role).scheduler.kv_blocks > 0
+
+
+def test_the_experiments_ask_what_topologies_are_chosen_by() -> None:
+    names = {p.stem for p in EXPERIMENTS.glob("*.yaml")}
+    assert names >= {
+        "policies",
+        "batch-cap",
+        "split-or-colocated",
+        "pd-ratio",
+        "tp-per-pool",
+        "prefix-affinity",
+        "conditional-disaggregation",
+        "speculative-load",
+        "fairness",
+        "preemption",
+        "heterogeneous",
+    }
+
+
+def test_rates_at_an_attainment_are_interpolated_and_end_at_the_first_miss() -> None:
+    rows = [{"label": "a", "rate_rps": r, "attainment": s} for r, s in [(1, 1.0), (2, 1.0), (3, 0.8), (4, 1.0)]]
+    assert report.highest_rate_at(rows, 0.9) == {"a": pytest.approx(2.5)}
+    assert report.highest_rate_at([{"label": "b", "rate_rps": 1, "attainment": 0.1}], 0.9) == {"b": 0.0}
+
+
+def test_rows_are_means_over_seeds_with_their_spread() -> None:
+    cases = [
+        Case({"x": "a"}, 1.0, seed, {"goodput_rps": value, "miss decode_step": value})
+        for seed, value in ((1, 2.0), (2, 4.0))
+    ]
+    cases[1].figures.pop("miss decode_step")
+    (row,) = averaged(cases)
+    assert row["goodput_rps"] == 3.0 and row["goodput_spread"] == 2.0 and row["miss decode_step"] == 1.0
+
+
+@pytest.mark.parametrize(("q", "expected"), [(0.5, 5), (0.95, 10), (0.01, 1)])
+def test_quantiles_are_observed_values(q: float, expected: int) -> None:
+    assert quantile([float(v) for v in range(1, 11)], q) == expected
+    assert quantile([], q) is None
