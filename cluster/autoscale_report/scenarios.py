@@ -105,8 +105,8 @@ def scenarios(traces: Path | None) -> list[Scenario]:
             "diurnal",
             2_000,
             50,
-            5400,
-            lambda seed: _mixed(seed, 5400, [(_diurnal(), 0.0, 5400.0, 1500, 250)]),
+            3600,
+            lambda seed: _mixed(seed, 3600, [(_diurnal(), 0.0, 3600.0, 1500, 250)]),
             first=(2, 1),
             most=(20, 16),
         ),
@@ -114,21 +114,21 @@ def scenarios(traces: Path | None) -> list[Scenario]:
             "burst",
             2_000,
             50,
-            3000,
+            2400,
             lambda seed: _mixed(
-                seed, 3000, [(_poisson(1.0), 0.0, 3000.0, 1500, 250), (_poisson(9.0), 900.0, 1500.0, 1500, 250)]
+                seed, 2400, [(_poisson(1.0), 0.0, 2400.0, 1500, 250), (_poisson(9.0), 600.0, 1200.0, 1500, 250)]
             ),
             first=(1, 1),
             most=(20, 16),
-            burst_s=(900.0, 1500.0),
+            burst_s=(600.0, 1200.0),
         ),
         Scenario(
             "shift",
             4_000,
             50,
-            3600,
+            2400,
             lambda seed: _mixed(
-                seed, 3600, [(_poisson(4.0), 0.0, 1800.0, 4000, 100), (_poisson(4.0), 1800.0, 3600.0, 500, 800)]
+                seed, 2400, [(_poisson(4.0), 0.0, 1200.0, 4000, 100), (_poisson(4.0), 1200.0, 2400.0, 500, 800)]
             ),
             first=(6, 1),
             most=(20, 16),
@@ -155,7 +155,7 @@ def _poisson(rate_per_s: float) -> Callable[[random.Random], Iterator[float]]:
 
 
 def _diurnal() -> Callable[[random.Random], Iterator[float]]:
-    return Diurnal(process="diurnal", rate_per_s=4.0, amplitude=0.85, period_s=5400, phase=0.75).times
+    return Diurnal(process="diurnal", rate_per_s=4.0, amplitude=0.85, period_s=3600, phase=0.75).times
 
 
 Part = tuple[Callable[[random.Random], Iterator[float]], float, float, int, int]
