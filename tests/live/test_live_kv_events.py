@@ -16,7 +16,7 @@ from router.kv_event_reader import KvEventReader
 from router.kv_events import Quality
 from router.prefix_index import PrefixIndex
 
-pytestmark = pytest.mark.live
+pytestmark = [pytest.mark.live, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 BLOCK = 4
 
