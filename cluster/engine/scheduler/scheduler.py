@@ -226,7 +226,12 @@ class Scheduler:
             if sequence.computed == sequence.total:
                 self._emit(sequence, first_step, 1, 1, outputs)
         speculation = self.config.speculation
-        size = self.config.block_size_tokens
+        if repeats > 1:
+            # Before anybody ends and frees blocks: these were taken while the iterations ran.
+            for sequence in step.decodes:
+                if sequence.state is State.RUNNING:
+                    grown = self.kv.grow(sequence.table, self._blocks(sequence.computed + repeats))
+                    assert grown, "a repeated step outgrew the KV memory that was checked for it"
         for sequence in step.decodes:
             if sequence.state is not State.RUNNING:
                 continue
@@ -238,9 +243,6 @@ class Scheduler:
             if speculation:
                 tokens = self._accepted(speculation.k, speculation.acceptance, sequence)
             sequence.computed += repeats + tokens - 1
-            missing = (sequence.computed + size - 1) // size > len(sequence.table)
-            if missing and not self.kv.grow(sequence.table, self._blocks(sequence.computed)):
-                raise AssertionError("a repeated step outgrew the KV memory that was checked for it")
             if len(sequence.keys) > sequence.stored_blocks:
                 self._store(sequence)
             self._emit(sequence, first_step, repeats, tokens, outputs)
