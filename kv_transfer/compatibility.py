@@ -72,6 +72,9 @@ def check_pair(prefill: Mapping[str, Any], decode: Mapping[str, Any], *, tp_pair
         for name, why in MUST_AGREE.items()
         if prefill.get(name) != decode.get(name)
     ]
+    if any(refusal.field == "cache_dtype" for refusal in refusals):
+        # Other types have other scales: one reason is enough.
+        refusals = [refusal for refusal in refusals if refusal.field != "cache_scales"]
     if "tp" in prefill and "tp" in decode and not any(r.field in ("kv_heads", "latent") for r in refusals):
         refusals += _layouts(prefill, decode, tp_pairs)
     return refusals
