@@ -21,6 +21,10 @@ from cluster.workload.arrival import Prompt
 MIN_REQUESTS = 20
 SPIKE = 4.0
 """A gap between tokens is a spike from this many times the median on."""
+FULL = 0.8
+"""Share of time or memory from which a pool counts as full."""
+BATCH_FULL = 0.7
+"""The same for batch slots: while one request leaves and the next one's KV arrives, a slot holds nobody."""
 
 Array = npt.NDArray[np.float64]
 Evidence = dict[str, float]
@@ -121,7 +125,8 @@ def _occupancy(records: Sequence[RequestRecord], engine: Mapping[str, float]) ->
     alive = (starts[None, :] <= times[:, None]) & (times[:, None] < ends[None, :])
     found: Evidence = {}
     if engine.get("batch_slots"):
-        found["batch_full_share"] = float((alive.sum(axis=1) >= 0.9 * engine["batch_slots"]).mean())
+        used = alive.sum(axis=1) / engine["batch_slots"]
+        found["batch_full_share"], found["batch_used_share"] = float((used >= 0.9).mean()), float(used.mean())
     if engine.get("kv_capacity_tokens"):
         grown = np.clip((times[:, None] - starts) / np.maximum(ends - starts, 1e-9), 0, 1)
         tokens = (alive * (prompt + output * grown)).sum(axis=1)
@@ -143,12 +148,31 @@ def _misses(records: Sequence[RequestRecord], slo: Slo) -> Evidence:
     if not any(r.stage_s for r in records):
         return found
     found["split_share"] = sum(r.path is Path.SPLIT for r in records) / len(records)
+    found["prefill_utilization"] = _prefill_utilization(records)
     for stage in Stage:
         spent = [r.stage_s.get(stage, 0.0) for r in records if r.ttft_s is not None]
         found[f"{stage.value}_p50_s"] = float(np.median(spent)) if spent else 0.0
         if late:
             found[f"late_by_{stage.value}"] = sum(miss_stage(r) is stage for r in late) / len(late)
     return found
+
+
+def _prefill_utilization(records: Sequence[RequestRecord]) -> float:
+    """Share of the time between first and last arrival in which an engine that prefills was doing so."""
+    window = (min(r.arrival_s for r in records), max(r.arrival_s for r in records))
+    spans: dict[str | None, list[tuple[float, float]]] = {}
+    for r in records:
+        compute_s = r.stage_s.get(Stage.PREFILL_COMPUTE, 0.0)
+        start = r.arrival_s + r.stage_s.get(Stage.ROUTER_QUEUE, 0.0) + r.stage_s.get(Stage.PREFILL_QUEUE, 0.0)
+        worker = r.prefill_worker if r.path is Path.SPLIT else r.decode_worker
+        spans.setdefault(worker, []).append((max(start, window[0]), min(start + compute_s, window[1])))
+    busy = 0.0
+    for mine in spans.values():
+        until = window[0]
+        for start, end in sorted(mine):
+            busy += max(0.0, end - max(start, until))
+            until = max(until, end)
+    return busy / max(1e-9, (window[1] - window[0]) * len(spans))
 
 
 def _stalls(records: Sequence[RequestRecord]) -> Evidence:
@@ -222,6 +246,7 @@ def _derived(found: Evidence) -> Evidence:
         out["computed_over_unique"] = (1 - found["cached_share"]) / max(unique, 1e-9)
     if both("predicted_cached_share", "cached_share"):
         out["predicted_beyond_actual"] = found["predicted_cached_share"] - found["cached_share"]
+    out |= _who_is_waited_for(found)
     if both("preemptions", "requests"):
         out["preemptions_per_request"] = found["preemptions"] / max(1.0, found["requests"])
     if both("concurrency_low", "concurrency_high"):
@@ -230,6 +255,26 @@ def _derived(found: Evidence) -> Evidence:
         out["idle_slot_share"] = found["padded_slot_steps"] / max(1.0, found["slot_steps"])
     if both("accepted_draft_tokens", "drafted_tokens") and found["drafted_tokens"] > 0:
         out["accepted_share"] = found["accepted_draft_tokens"] / found["drafted_tokens"]
+    return out
+
+
+def _who_is_waited_for(found: Evidence) -> Evidence:
+    """Late first tokens by the pool that they waited for.
+
+    A router that admits by room holds requests back when a pool is full: that wait belongs to the pool. Only what it
+    holds while both pools have room is its own.
+    """
+    held = found.get("late_by_router_queue")
+    if held is None or "prefill_utilization" not in found:
+        return {}
+    prefill_full = found["prefill_utilization"] >= FULL
+    out = {"late_for_prefill": found["late_by_prefill_queue"] + (held if prefill_full else 0.0)}
+    slots, memory = found.get("batch_used_share"), found.get("kv_live_share")
+    known = slots is not None or memory is not None
+    decode_full = (slots or 0.0) >= BATCH_FULL or (memory or 0.0) >= FULL
+    out["late_for_decode"] = found["late_by_decode_queue"] + (held if decode_full and not prefill_full else 0.0)
+    if prefill_full or known:
+        out["late_for_router"] = 0.0 if prefill_full or decode_full else held
     return out
 
 

@@ -271,7 +271,7 @@ def test_what_is_not_known_is_undecided_and_named() -> None:
     records = [replace(r, stage_s={}, itl_s=[]) for r in case("prefill-queue", True).records]
     findings = {f.rule.id: f for f in examine(gather(records, Slo(1.0, 0.03)))}
     assert findings["prefill-queue"].verdict == "undecided"
-    assert "late_by_prefill_queue" in findings["prefill-queue"].missing
+    assert "late_for_prefill" in findings["prefill-queue"].missing
     assert findings["over-capacity"].verdict in ("present", "absent")
     few = gather(records[:5], Slo(1.0, 0.03))
     assert few == {"requests": 5.0}
