@@ -87,7 +87,8 @@ class RequestRun:
             queue_s=scheduled_s - sequence.arrival_s,
             compute_s=now - scheduled_s,
         )
-        self._ticket, self._ticket_s = ticket, now
+        if not self.first_seen:
+            self._ticket, self._ticket_s = ticket, now
         self._fleet.placer.on_prefilled(self.request.request_id, now, ticket.cached_tokens)
         self.feed(msg.TicketReady(leg.attempt, ticket))
 
@@ -268,7 +269,8 @@ class RequestRun:
         stages = {Stage.ROUTER_QUEUE: self._placed_s - arrival_s}
         leg = self._first_leg
         scheduled_s = leg.sequence.scheduled_s if leg else None
-        if self.placement is not None and self.placement.path is Path.SPLIT:
+        split = leg.ticket is not None if leg else self.placement is not None and self.placement.path is Path.SPLIT
+        if split:
             if self._ticket is None:
                 stages[Stage.PREFILL_QUEUE] = until_s - self._placed_s
                 return stages
