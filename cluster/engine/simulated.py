@@ -120,9 +120,9 @@ class SimulatedEngine:
         self._lease_s, self._recompute, self._speed = lease_s, recompute, settings.speed
         self.scheduler = Scheduler(spec.scheduler, spec.times, random.Random(seed), record_events=publisher is not None)
         self.faults = Faults.of(settings.faults, settings.seed)
-        self.leases = LeaseBook(self._pulled)
-        self.busy_s = 0.0
         self._loop = asyncio.get_running_loop()
+        self.leases = LeaseBook(self._pulled, self._loop.time)
+        self.busy_s = 0.0
         self._blocks = Blocks(spec.scheduler.block_size_tokens)
         self._running: dict[str, _Running] = {}
         self._lease_timers: dict[str, asyncio.TimerHandle] = {}
@@ -133,6 +133,8 @@ class SimulatedEngine:
         self._timers: list[asyncio.TimerHandle] = []
         self._dead: str | None = None
         self._address = ("", 0)
+        # KV leaves and enters one transfer at a time.
+        self._adapter_free_s = 0.0
         if settings.faults.stall_after_s is not None:
             self._timers.append(self._loop.call_later(settings.faults.stall_after_s / self._speed, self.stall))
         if settings.faults.die_after_s is not None:
@@ -385,13 +387,16 @@ class SimulatedEngine:
         error: RequestError | None = None
         asked_s = self._loop.time()
         moved_bytes = load.blocks * self._info.block_size_tokens * self._info.kv_bytes_per_token
+        duration_s = self._spec.times.transfer_s(moved_bytes) / self._speed if moved_bytes else 0.0
         worker_id = self._info.worker_id
         try:
-            if not await self._peers.begin(ticket):
+            wait_s = await self._peers.begin(ticket, max(0.0, self._adapter_free_s - asked_s), duration_s)
+            if wait_s is None:
                 error = LeaseExpired("the prompt's KV was given up before it was pulled", worker_id=worker_id)
             else:
                 if moved_bytes:
-                    await asyncio.sleep(self._spec.times.transfer_s(moved_bytes) / self._speed)
+                    self._adapter_free_s = self._loop.time() + wait_s + duration_s
+                    await asyncio.sleep(wait_s + duration_s)
                 if self.faults.transfer_fails():
                     error = TransferFailed("the KV could not be pulled", worker_id=worker_id)
                 elif not await self._peers.end(ticket):

@@ -336,10 +336,8 @@ class Fleet:
 
     def open(self, leg: Leg) -> None:
         self._legs[leg.sequence.seq_id] = leg
-        if self.options.call_s:
-            self.kernel.after(self.options.call_s, self._submit, leg)
-        else:
-            self._submit(leg)
+        # Never inside the caller's event: an engine that is about to begin an iteration does not know of it yet.
+        self.kernel.after(self.options.call_s, self._submit, leg)
 
     def cancel(self, leg_id: str) -> None:
         leg = self._legs.pop(leg_id, None)

@@ -1,7 +1,8 @@
 """How a decode engine asks a prefill engine for KV: is the lease alive, and later, it was read.
 
-    begin(ticket) -> generation     the KV is there and stays until `end` or the engine's death
-    end(ticket, generation) -> bool the KV was there the whole time; with the last reader's end it is released
+    begin(ticket, after_s, duration_s) -> s   the KV is there; the transfer may start in so many seconds, which is when
+                                              this engine's network adapter is free. None: the KV is not there.
+    end(ticket) -> bool                       the KV was there the whole time; with its last reader it is released
 
 The generation is checked at the end again, so KV that was given up and computed anew in between is never taken for
 the old. Over ZMQ between processes; directly inside one process, where time may be virtual.
@@ -19,6 +20,8 @@ import zmq
 import zmq.asyncio
 
 REPLY_TIMEOUT_S = 5.0
+# Verb, request id, generation, after_s, duration_s.
+_Question = tuple[str, str, int, float, float]
 
 
 @dataclass(slots=True)
@@ -32,6 +35,8 @@ class LeaseBook:
     """The granting side: which requests' KV is held, by generation."""
 
     on_pulled: Callable[[str], None]
+    clock: Callable[[], float]
+    _adapter_free_s: float = 0.0
     _entries: dict[str, _Entry] = field(default_factory=dict)
     _generations: int = 0
 
@@ -44,12 +49,18 @@ class LeaseBook:
         """Released or expired; whoever reads now will be told at the end."""
         return self._entries.pop(request_id, None) is not None
 
-    def begin(self, request_id: str, generation: int) -> bool:
+    def begin(self, request_id: str, generation: int, after_s: float, duration_s: float) -> float | None:
+        """Reserve the adapter for a transfer that the reader could start in `after_s`."""
         entry = self._entries.get(request_id)
         if entry is None or entry.generation != generation:
-            return False
+            return None
         entry.readers += 1
-        return True
+        if not duration_s:
+            return 0.0
+        now = self.clock()
+        start_s = max(now + after_s, self._adapter_free_s)
+        self._adapter_free_s = start_s + duration_s
+        return start_s - now
 
     def end(self, request_id: str, generation: int) -> bool:
         entry = self._entries.get(request_id)
@@ -72,7 +83,7 @@ class Peers(Protocol):
         """Answer for this engine's leases; returns the address for its tickets."""
         ...
 
-    async def begin(self, ticket: Mapping[str, Any]) -> bool: ...
+    async def begin(self, ticket: Mapping[str, Any], after_s: float, duration_s: float) -> float | None: ...
 
     async def end(self, ticket: Mapping[str, Any]) -> bool: ...
 
@@ -91,9 +102,11 @@ class LocalPeers:
         self._network[self._port] = book
         return host, self._port
 
-    async def begin(self, ticket: Mapping[str, Any]) -> bool:
+    async def begin(self, ticket: Mapping[str, Any], after_s: float, duration_s: float) -> float | None:
         book = self._network.get(ticket["remote_port"])
-        return book is not None and book.begin(ticket["remote_request_id"], ticket["generation"])
+        if book is None:
+            return None
+        return book.begin(ticket["remote_request_id"], ticket["generation"], after_s, duration_s)
 
     async def end(self, ticket: Mapping[str, Any]) -> bool:
         book = self._network.get(ticket["remote_port"])
@@ -123,27 +136,33 @@ class ZmqPeers:
         while True:
             identity, _, body = await self._socket.recv_multipart()
             try:
-                verb, request_id, generation = msgspec.msgpack.decode(body, type=tuple[str, str, int])
+                verb, request_id, generation, after_s, duration_s = msgspec.msgpack.decode(body, type=_Question)
             except msgspec.DecodeError:
                 continue
-            ask = book.begin if verb == "begin" else book.end
-            await self._socket.send_multipart([identity, b"", msgspec.msgpack.encode(ask(request_id, generation))])
+            answer: float | bool | None
+            if verb == "begin":
+                answer = book.begin(request_id, generation, after_s, duration_s)
+            else:
+                answer = book.end(request_id, generation)
+            await self._socket.send_multipart([identity, b"", msgspec.msgpack.encode(answer)])
 
-    async def begin(self, ticket: Mapping[str, Any]) -> bool:
-        return await self._ask("begin", ticket)
+    async def begin(self, ticket: Mapping[str, Any], after_s: float, duration_s: float) -> float | None:
+        return await self._ask(
+            ("begin", ticket["remote_request_id"], ticket["generation"], after_s, duration_s), ticket
+        )
 
     async def end(self, ticket: Mapping[str, Any]) -> bool:
-        return await self._ask("end", ticket)
+        return bool(await self._ask(("end", ticket["remote_request_id"], ticket["generation"], 0.0, 0.0), ticket))
 
-    async def _ask(self, verb: str, ticket: Mapping[str, Any]) -> bool:
+    async def _ask(self, question: _Question, ticket: Mapping[str, Any]) -> float | None:
         socket = self._context.socket(zmq.REQ)
         socket.linger = 0
         try:
             socket.connect(f"tcp://{ticket['remote_host']}:{ticket['remote_port']}")
-            await socket.send(msgspec.msgpack.encode((verb, ticket["remote_request_id"], ticket["generation"])))
+            await socket.send(msgspec.msgpack.encode(question))
             if not await socket.poll(REPLY_TIMEOUT_S * 1e3):
-                return False
-            return bool(msgspec.msgpack.decode(await socket.recv(), type=bool))
+                return None
+            return msgspec.msgpack.decode(await socket.recv(), type=float | bool | None)
         finally:
             socket.close()
 
