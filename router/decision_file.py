@@ -8,8 +8,17 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from cluster.config import PlacementConfig
+from router.decision_log import Watch
+
 logger = logging.getLogger(__name__)
 MAX_BYTES = 256 * 1024 * 1024
+
+
+def watch(config: PlacementConfig, router_id: str) -> Watch:
+    """What a router keeps of its decisions, by `router.placement.shadow` and `router.placement.decision_log`."""
+    sink = None if config.decision_log is None else DecisionFile(config.decision_log, router_id)
+    return Watch(shadow=config.shadow, sink=sink)
 
 
 class DecisionFile:

@@ -39,9 +39,11 @@ from cluster.messages import (
 from cluster.wire import LegEnd, Output
 from kv_transfer.ledger import LeaseEnd, LeaseLedger
 from router import lifecycle_messages as msg
+from router.admission import Admission
 from router.health import Change, Health, Trust
 from router.lifecycle import Lifecycle
 from router.run import Run
+from router.waiting import WaitingRoom
 
 if TYPE_CHECKING:  # the transport brings Ray along; deciding needs none of it
     from router.transport import Transport
@@ -62,6 +64,8 @@ class Placing(Protocol):
     def add_worker(self, info: WorkerInfo, now: float) -> None: ...
 
     def remove_worker(self, worker_id: str, now: float) -> None: ...
+
+    def pause_worker(self, worker_id: str, now: float) -> None: ...
 
     def on_snapshot(self, snapshot: WorkerSnapshot, now: float) -> None: ...
 
@@ -109,6 +113,7 @@ class Dispatcher:
         ticket_request: the connector's request for a ticket, sent with each prefill leg.
         on_record: receives the record of every finished request.
         clock: seconds; one clock for everything here.
+        admission: decides who is placed when; None places everything at once.
     """
 
     def __init__(
@@ -122,9 +127,12 @@ class Dispatcher:
         on_record: Callable[[RequestRecord], None],
         clock: Callable[[], float],
         rng: random.Random,
+        admission: Admission | None = None,
     ) -> None:
         self._transport = transport
         self.placer = placer
+        self.room = None if admission is None else WaitingRoom(admission, self._let_in, self._turn_away, clock)
+        self._waiting: dict[str, tuple[Run, msg.Place]] = {}
         self._limits = limits
         self._deliver = deliver
         self._ticket_request = ticket_request
@@ -177,6 +185,8 @@ class Dispatcher:
             self._feed(run, msg.ClientLeft())
         if self._look_timer is not None:
             self._look_timer.cancel()
+        if self.room is not None:
+            self.room.close()
 
     # From the transport
 
@@ -212,6 +222,7 @@ class Dispatcher:
         self.placer.on_snapshot(snapshot, self._clock())
         if snapshot.state is WorkerState.DEAD:
             self.on_worker_down(snapshot.worker_id)
+        self._pump()
 
     def on_outputs(self, worker_id: str, outputs: list[Output]) -> None:
         now = self._clock()
@@ -298,7 +309,7 @@ class Dispatcher:
                 case msg.Place():
                     self._place(run, action)
                 case msg.Unplace():
-                    self.placer.on_end(run.request.request_id, self._clock())
+                    self._unplace(run)
                 case msg.StartPrefill():
                     self._start_prefill(run, action)
                 case msg.EndPrefill():
@@ -319,7 +330,25 @@ class Dispatcher:
     def _on_timer(self, run: Run) -> None:
         self._feed(run, msg.TimerFired())
 
-    def _place(self, run: Run, action: msg.Place) -> None:
+    def _let_in(self, request: Request) -> None:
+        run, action = self._waiting.pop(request.request_id)
+        self._place(run, action, waited=True)
+
+    def _turn_away(self, request: Request, rejection: Rejection) -> None:
+        run, action = self._waiting.pop(request.request_id)
+        self._feed(run, msg.Refused(action.attempt, rejection))
+
+    def _unplace(self, run: Run) -> None:
+        request_id = run.request.request_id
+        if self.room is not None and self._waiting.pop(request_id, None) is not None:
+            self.room.leave(request_id)
+        self.placer.on_end(request_id, self._clock())
+
+    def _pump(self) -> None:
+        if self.room is not None:
+            self.room.pump()
+
+    def _place(self, run: Run, action: msg.Place, *, waited: bool = False) -> None:
         now = self._clock()
         job = run.job
         if action.attempt > 1:
@@ -329,6 +358,17 @@ class Dispatcher:
                 self.retries += 1
         if job.forced is not None:
             placed: Placement | Rejection = job.forced
+        elif self.room is not None and action.attempt == 1 and not waited:
+            # Another attempt has waited already, and its client is nearer to the limit.
+            verdict = self.room.enter(run.request)
+            if verdict is False:
+                self._waiting[run.request.request_id] = (run, action)
+                return
+            if isinstance(verdict, Rejection):
+                self._feed(run, msg.Refused(action.attempt, verdict))
+                return
+            self._place(run, action, waited=True)
+            return
         else:
             local = action.local_only or job.local_only
             placed = self._choose(run.request, action.exclude, local, now)
@@ -429,6 +469,7 @@ class Dispatcher:
         self.health.served(worker_id, None, now)
         self.placer.on_prefilled(run.request.request_id, now, ticket.cached_tokens)
         self._feed(run, msg.TicketReady(attempt, ticket))
+        self._pump()
 
     def _end_prefill(self, run: Run, action: msg.EndPrefill) -> None:
         leg_id = f"{run.request.request_id}-{action.attempt}p"
@@ -480,7 +521,7 @@ class Dispatcher:
         if change.trust is Trust.USED:
             self.placer.add_worker(info, self._clock())
             return
-        self.placer.remove_worker(change.worker_id, self._clock())
+        self.placer.pause_worker(change.worker_id, self._clock())
         if change.trust is not Trust.LOST:
             return
         log.warning("worker %s is lost: %s", change.worker_id, change.reason)
@@ -498,12 +539,13 @@ class Dispatcher:
                 log.error("leg %s was still open when its request ended", leg_id)
         for lease in self.leases.request_ended(request_id):
             log.error("lease %s outlived its request", lease.lease_id)
-        self.placer.on_end(request_id, self._clock())
+        self._unplace(run)
         error = run.final_error or action.error
         record = run.record(action.outcome, error, self._clock())
         self.placer.observe(record)
         run.job.end(action.outcome, error, action.finish_reason, record)
         self._on_record(record)
+        self._pump()
 
 
 def _error(error: tuple[str, str], worker_id: str) -> RequestError:

@@ -120,14 +120,21 @@ class Placer:
         self.pairing.add(info)
         self._ready = dict.fromkeys(Role)
 
-    def remove_worker(self, worker_id: str, now: float) -> None:  # noqa: ARG002 - every event carries its time
+    def pause_worker(self, worker_id: str, now: float) -> None:  # noqa: ARG002 - every event carries its time
+        """A worker is not trusted now: it is not chosen until `add_worker`. Its events still keep the index right."""
+        self._drop(worker_id)
+
+    def remove_worker(self, worker_id: str, now: float) -> None:  # noqa: ARG002
         """A worker died or left. It is chosen no more and the index forgets its blocks; unknown ids are ignored."""
+        self._drop(worker_id)
+        self._approximate.pop(worker_id, None)
+        self.index.clear(worker_id)
+
+    def _drop(self, worker_id: str) -> None:
         for pool in self._pools.values():
             pool.pop(worker_id, None)
         self.pairing.remove(worker_id)
         self._ready = dict.fromkeys(Role)
-        self._approximate.pop(worker_id, None)
-        self.index.clear(worker_id)
         for holders in self._pending.values():
             holders.pop(worker_id, None)
 

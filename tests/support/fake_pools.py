@@ -233,6 +233,9 @@ class FakePlacing:
         for pool in self.pools.values():
             pool.discard(worker_id)
 
+    def pause_worker(self, worker_id: str, now: float) -> None:
+        self.remove_worker(worker_id, now)
+
     def on_snapshot(self, snapshot: WorkerSnapshot, now: float) -> None: ...
 
     def place(
