@@ -44,13 +44,15 @@ def worker_info(
 def kv_bytes_per_token(vllm_config: Any) -> int:
     """Bytes of KV per token over all ranks: 2 x layers x KV heads held x head size x bytes of an element.
 
-    A rank cannot hold half a KV head, so beyond `kv_heads` ranks each holds a whole copy of one.
+    A rank cannot hold half a KV head, so beyond `kv_heads` ranks each holds a whole copy of one. A latent cache holds
+    one vector per token and layer (vLLM's head size), whole on every rank.
     """
     model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
     dtype = model.dtype if cache.cache_dtype == "auto" else cache.cache_dtype
     item = dtype.itemsize if hasattr(dtype, "itemsize") else (1 if "fp8" in str(dtype) else 2)
-    heads = max(model.get_total_num_kv_heads(), parallel.tensor_parallel_size)
-    return int(2 * model.hf_text_config.num_hidden_layers * heads * model.get_head_size() * item)
+    tp = parallel.tensor_parallel_size
+    vectors = tp if model.use_mla else 2 * max(model.get_total_num_kv_heads(), tp)
+    return int(model.hf_text_config.num_hidden_layers * vectors * model.get_head_size() * item)
 
 
 def fingerprint(vllm_config: Any) -> dict[str, Any]:
