@@ -30,12 +30,12 @@ from cluster.kubernetes.manifests import load as load_manifests
 from cluster.kubernetes.rules.monitoring import expressions, metrics_of, panels
 from cluster.kubernetes.serve_config import serve_config_text
 
-pytestmark = pytest.mark.live
+pytestmark = [pytest.mark.live, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 TOOLS = Path(sys.prefix) / "k8s-tools" / "usr" / "bin"
-START_S = 300
+START_S = 900  # an idle machine needs under a minute
 
 
 @dataclass
@@ -98,6 +98,7 @@ def deployed() -> Iterator[Deployed]:
     # Where it differs from the overlay: a free port on loopback, and the goodput policy, whose metrics alerts use.
     raw["router"]["http"] |= {"host": "127.0.0.1", "port": http}
     raw["autoscaling"] = {"policy": "goodput", "accelerators_max": 2, "interval_s": 1}
+    raw["engine"]["start_timeout_s"] = START_S
     config = parse(raw)
     resources: dict[str, float] = {}
     for group in groups(load(ROOT / "k8s/overlays/cpu-demo/config.yaml")).values():
