@@ -30,8 +30,8 @@ from router.admission import Admission, Queue
 from router.placement import Placer
 from router.prefix_index import PrefixIndex
 
-# How often the queue is looked at while nothing else happens.
-PUMP_S = 0.05
+# How often the queue is looked at while nothing else happens; as router/waiting.py.
+PUMP_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,12 +261,11 @@ class Fleet:
         verdict = self.admission.offer(run.request, self.kernel.now)
         if isinstance(verdict, Queue):
             self._queued[run.request.request_id] = (run, action)
+            self.kernel.after(0.0, self._pump)
         elif isinstance(verdict, Rejection):
             self._decided(run, action, verdict)
         else:
             self._place(run, action)
-        self._refuse()
-        self._watch_queue()
 
     def unplace(self, run: RequestRun) -> None:
         request_id = run.request.request_id
@@ -292,31 +291,23 @@ class Fleet:
         run.on_placed(action, placed)
 
     def _pump(self) -> None:
-        """Place whatever admission lets through now."""
+        """Place whatever admission lets through now; called after anything that may have made room."""
         if self._pumping or not len(self.admission):
             return
         self._pumping = True
         now = self.kernel.now
         while (request := self.admission.next(now)) is not None:
             self._place(*self._queued.pop(request.request_id))
-        self._pumping = False
-        self._refuse()
-        self._watch_queue()
-
-    def _refuse(self) -> None:
-        for refusal in self.admission.refusals(self.kernel.now):
+        for refusal in self.admission.refusals(now):
             run, action = self._queued.pop(refusal.request.request_id)
             self._decided(run, action, refusal.rejection)
-
-    def _watch_queue(self) -> None:
-        """Time alone may open the gate."""
+        self._pumping = False
         if len(self.admission) and self._pump_timer is None:
             self._pump_timer = self.kernel.after(PUMP_S, self._tick)
 
     def _tick(self) -> None:
         self._pump_timer = None
         self._pump()
-        self._watch_queue()
 
     def suspect(self, action: msg.Suspect) -> None:
         """The router was told that a worker failed a request; a dead one is out already."""
@@ -331,6 +322,7 @@ class Fleet:
         self.records.append(record)
         if self._on_record:
             self._on_record(record)
+        self._pump()
 
     # -- legs ---------------------------------------------------------------------------------------------------
 
@@ -383,6 +375,7 @@ class Fleet:
         if worker.worker_id not in self.workers:
             return
         self.placer.on_snapshot(worker.snapshot(), self.kernel.now)
+        self._pump()
         for event in worker.engine.scheduler.kv.take_events():
             if isinstance(event, Stored):
                 self.index.store(worker.worker_id, event.keys, event.parent)
@@ -405,11 +398,11 @@ class Fleet:
                 self._lease_runs[sequence.seq_id] = (leg.run, leg.attempt)
                 worker.grant(sequence.seq_id, self.config.kv_transfer.lease_s, self._on_lease_expired)
                 leg.run.on_ticket(leg)
+                self._pump()
                 continue
             if output.finished:
                 del self._legs[sequence.seq_id]
             leg.run.on_tokens(leg, finished=output.finished)
-        self._pump()
         self._leave_if_idle(worker)
 
     def _on_lease_expired(self, lease_id: str) -> None:
