@@ -129,6 +129,9 @@ class Telemetry:
         if prompt_tokens:
             drift = self._placer.predicted_cached_tokens - self._placer.actual_cached_tokens
             values["pdserve_index_drift_ratio"] = drift / prompt_tokens
+        shadow = getattr(getattr(self._placer, "watch", None), "shadow", None)
+        if shadow is not None:
+            values["pdserve_regret_seconds_total"] = shadow.scores["running"].regret_s
         # The controller also knows replicas that start; it replaces what only the router sees.
         return values | self._more() | decisions.gauges(self.decision, time.time())
 
