@@ -89,7 +89,7 @@ def test_more_requests_than_sequences_wait_in_the_router_and_are_all_served() ->
         await c.settle()
         c.check()
         assert {j.ends[0][0] for j in c.jobs} == {Outcome.DONE}
-        assert 50 < peak <= 70  # a place is given a moment before the old one is seen to be free
+        assert 50 < peak <= 96  # places are given when they are predicted to be free by the time of the ticket
         waits = [r.stage_s.get(Stage.ROUTER_QUEUE, 0.0) for r in c.records]
         assert max(waits) > 0.3 > min(waits)
 
