@@ -62,6 +62,7 @@ class SimEngine:
         self._ends: list[float] = []
         self._timer: Timer | None = None
         self._completing = False
+        self._told = 0
 
     def submit(self, sequence: Sequence) -> None:
         self.scheduler.add(sequence, self._kernel.now)
@@ -106,6 +107,25 @@ class SimEngine:
             self._complete(passed)
             self._begin(end_s)
 
+    def progress(self) -> tuple[int, float, int] | None:
+        """Iterations of a long step that are over, the last one's end, and the KV blocks they have taken.
+
+        None where there is nothing new to tell since the last call, or since the step began.
+        """
+        ends, now = self._ends, self._kernel.now
+        if len(ends) < 2 or ends[0] > now or self._step is None:
+            return None
+        passed = bisect_right(ends, now)
+        if passed in (self._told, len(ends)):
+            return None
+        self._told = passed
+        size, grown = self.scheduler.config.block_size_tokens, 0
+        for sequence in self._step.decodes:
+            missing = -(-(sequence.computed + passed) // size) - len(sequence.table)
+            if missing > 0:
+                grown += missing
+        return passed, ends[passed - 1], grown
+
     def token_times(self, sequence: Sequence) -> Iterator[tuple[float, int]]:
         """(time, tokens) of every iteration that gave tokens."""
         ends = self.step_ends_s
@@ -135,7 +155,7 @@ class SimEngine:
             durations = step.durations_s
             if self.slowdown != 1.0:
                 durations = [d * self.slowdown for d in durations]
-            self._step, self._started_s = step, started_s
+            self._step, self._started_s, self._told = step, started_s, 0
             self._ends = list(accumulate(durations, initial=started_s))[1:]
             self._timer = self._kernel.at(self._ends[-1], self._step_over)
         for load in self.scheduler.take_loads():

@@ -255,6 +255,7 @@ class Fleet:
 
     def place(self, run: RequestRun, action: msg.Place) -> None:
         """A first place goes through admission; another one follows a failure and has waited already."""
+        self._refresh()
         if action.attempt > 1:
             self._place(run, action)
             return
@@ -295,6 +296,7 @@ class Fleet:
         if self._pumping or not len(self.admission):
             return
         self._pumping = True
+        self._refresh()
         now = self.kernel.now
         while (request := self.admission.next(now)) is not None:
             self._place(*self._queued.pop(request.request_id))
@@ -304,6 +306,13 @@ class Fleet:
         self._pumping = False
         if len(self.admission) and self._pump_timer is None:
             self._pump_timer = self.kernel.after(PUMP_S, self._tick)
+
+    def _refresh(self) -> None:
+        """A live engine tells its load after every iteration; placement hears of those that one event covers here."""
+        for worker in self.workers.values():
+            told = worker.progressed()
+            if told is not None:
+                self.placer.on_snapshot(*told)
 
     def _tick(self) -> None:
         self._pump_timer = None

@@ -60,17 +60,25 @@ class SimWorker:
         scheduler = self.engine.scheduler
         return not (scheduler.running or scheduler.waiting_count or scheduler.leased)
 
-    def snapshot(self) -> WorkerSnapshot:
+    def progressed(self) -> tuple[WorkerSnapshot, float] | None:
+        """What a live engine has said meanwhile, in the middle of iterations that one event covers, and when."""
+        progress = self.engine.progress()
+        if progress is None:
+            return None
+        steps, at_s, blocks = progress
+        return self.snapshot(steps, blocks), at_s
+
+    def snapshot(self, more_steps: int = 0, more_blocks: int = 0) -> WorkerSnapshot:
         scheduler = self.engine.scheduler
         return WorkerSnapshot(
             self.info.worker_id,
             self.info.incarnation,
             self.state,
-            scheduler.counters.steps,
+            scheduler.counters.steps + more_steps,
             len(scheduler.running),
             scheduler.waiting_count,
             scheduler.queued_prefill_tokens,
-            scheduler.kv.used_blocks,
+            scheduler.kv.used_blocks + more_blocks,
             len(scheduler.leased),
         )
 

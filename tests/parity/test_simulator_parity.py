@@ -8,13 +8,14 @@ import random
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 from virtual_pools import VirtualPools
 
 from cluster.config import ClusterConfig, parse
 from cluster.engine.simulation.virtual_time import run_virtual
 from cluster.messages import Outcome, Path, RequestRecord
-from cluster.sim.fleet import Options
+from cluster.sim.fleet import Decision, Options
 from cluster.sim.run import simulate
 from cluster.workload.arrival import Arrival
 
@@ -64,6 +65,8 @@ SCENARIOS = {
     ),
 }
 
+QUEUEING = ("overload", "roofline")
+
 
 async def live(cluster: ClusterConfig, arrivals: list[Arrival]) -> VirtualPools:
     pools = VirtualPools(cluster)
@@ -103,6 +106,25 @@ def _same_service(live_records: list[RequestRecord], simulated: list[RequestReco
         assert r.tpot_s == pytest.approx(s.tpot_s, abs=1e-6)
         assert r.itl_s == pytest.approx(s.itl_s, abs=1e-6)
         assert r.stage_s == pytest.approx(s.stage_s, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_one_event_for_many_iterations_decides_alike(name: str) -> None:
+    cluster, arrivals = SCENARIOS[name]
+    fast, slow = (simulate(cluster, arrivals, Options(max_repeats=n)) for n in (128, 1))
+    assert fast.fleet.kernel.events < slow.fleet.kernel.events
+    if name not in QUEUEING:
+        assert [_place(d) for d in fast.fleet.log.decisions] == [_place(d) for d in slow.fleet.log.decisions]
+        _same_service(slow.records, fast.records)
+        return
+    # A live router looks at its queue after every iteration, the fast way every 10 ms: other moments, same service.
+    for q in (50, 99):
+        a, b = (np.percentile([r.ttft_s for r in run.records if r.ttft_s], q) for run in (fast, slow))
+        assert a == pytest.approx(b, rel=0.05)
+
+
+def _place(d: Decision) -> tuple[Any, ...]:
+    return round(d.at_s, 6), d.request_id, d.attempt, d.path, d.prefill, d.decode
 
 
 def test_the_scenarios_cover_every_path() -> None:
