@@ -41,7 +41,7 @@ LABELS = {
     "least_loaded": "least loaded",
     "power_of_two": "power of two",
     "approximate": "approximate affinity",
-    "cost": "exact + load-aware (ours)",
+    "cost": "exact + load-aware",
 }
 
 err = Console(stderr=True, highlight=False)
