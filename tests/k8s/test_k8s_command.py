@@ -40,7 +40,7 @@ def test_render_check_tells_a_stale_folder(capsys, tmp_path):
     run(capsys, "render", CONFIG, "--out", tmp_path)
     run(capsys, "render", CONFIG, "--out", tmp_path, "--check")
     other = tmp_path / "config.yaml"
-    other.write_text(CONFIG.read_text().replace("max: 8", "max: 9"))
+    other.write_text(CONFIG.read_text().replace("max: 4", "max: 5"))
     out, err = run(capsys, "render", other, "--out", tmp_path, "--check", code=2)
     assert out == ""
     assert len(err.splitlines()) == 1
@@ -52,7 +52,7 @@ def test_render_check_tells_a_stale_folder(capsys, tmp_path):
     [
         (("host: 0.0.0.0", "host: 127.0.0.1"), "router.http.host: 127.0.0.1 cannot be reached"),
         (("device: gpu", "device: gpuu"), "engine.device: 'gpuu'"),
-        (("tp: 2", "tp: 16"), "pools.decode.layout"),
+        (("tp: 2", "tp: 16"), "layout: tp 16"),
     ],
 )
 def test_a_config_that_no_manifest_can_hold_is_one_line(capsys, tmp_path, change, words):
