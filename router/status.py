@@ -45,7 +45,11 @@ def router_status(
         "prediction": {
             "predicted_cached_tokens": placer.predicted_cached_tokens,
             "actual_cached_tokens": placer.actual_cached_tokens,
+            # How predictions came true, and (with `placement.shadow`) every policy's mean regret on these requests.
+            **(finite(placer.watch.summary()) if placer.watch is not None else {}),
         },
+        "paths": {path.value: count for path, count in placer.paths.items()},
+        "waiting_requests": 0 if dispatcher.room is None else len(dispatcher.room),
         "goodput": finite(metrics.stats.summary(max(1e-9, time.monotonic() - started_s))),
     }
 
