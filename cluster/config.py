@@ -47,6 +47,7 @@ class CpuConfig(Section):
 
     kvcache_gib: float = Field(0.25, gt=0, le=4096)
     threads: int = Field(1, ge=1, le=256, description="OpenMP threads per engine rank")
+    compile: bool = Field(False, description="compile the model at start: slower to start (minutes on two cores)")
     relax_ucx_polling: bool = True
     free_main_thread: bool = True
     sleep_in_queue: bool = True

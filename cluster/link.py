@@ -13,6 +13,7 @@ import logging
 import secrets
 import socket
 from collections.abc import Callable
+from typing import cast
 
 import msgspec
 
@@ -32,8 +33,8 @@ class _Frames(asyncio.Protocol):
         self.transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        # uvloop's transports have asyncio's interface without its base class, so this cannot be asserted.
+        self.transport = cast(asyncio.Transport, transport)
         sock = transport.get_extra_info("socket")
         if sock is not None:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -91,7 +92,11 @@ class _Accepted(_Frames):
 
     def _on_message(self, message: Message) -> None:
         if self.worker_id is not None:
-            self._server.on_message(self.worker_id, self.incarnation, message)
+            try:
+                self._server.on_message(self.worker_id, self.incarnation, message)
+            except Exception:
+                # Without this, asyncio would close the link for a fault of ours, and with it every leg on it.
+                log.exception("a message of worker %s was not handled", self.worker_id)
         elif isinstance(message, Hello) and hmac.compare_digest(message.secret, self._server.address.secret):
             self.worker_id, self.incarnation = message.worker_id, message.incarnation
             self._server._joined(self)

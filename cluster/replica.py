@@ -12,6 +12,7 @@ from ray import serve
 
 from cluster.config import ClusterConfig, parse
 from cluster.engine.factory import create_engine
+from cluster.logs import use_serve_log
 from cluster.messages import Role
 from cluster.wire import LegCall, LegEnd
 from cluster.worker import Worker, describe
@@ -26,7 +27,7 @@ class PoolReplica:
 
     async def __init__(self, config: dict[str, Any]) -> None:  # type: ignore[misc]
         self._config: ClusterConfig = parse(config)
-        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        use_serve_log(self._config.engine.log_level)
         context = serve.get_replica_context()
         labels = ray.get_runtime_context().get_node_labels()
         self._rack = labels.get(self._config.network.rack_label, "")

@@ -9,7 +9,7 @@ import random
 import time
 from collections import deque
 from dataclasses import asdict, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import serve
@@ -19,12 +19,17 @@ from cluster.config import ClusterConfig, parse
 from cluster.engine.simulation.sampling import plain
 from cluster.engine.vllm.arguments import served_name, shared_arguments
 from cluster.engine.vllm.environment import base_environment
+from cluster.goodput import tracing
 from cluster.goodput.metrics import CONTENT_TYPE, Metrics
-from cluster.messages import Request, RequestRecord, Role, WorkerInfo
+from cluster.logs import use_serve_log
+from cluster.messages import RequestRecord, Role, WorkerInfo
 from cluster.models.resolve import resolve
 from kv_transfer.settings import TICKET_REQUEST
+from router.admission import Admission
+from router.decision_file import watch
 from router.dispatcher import Dispatcher
 from router.gateway.context import current
+from router.gateway.intake import Intake
 from router.gateway.stack import guard
 from router.kv_event_reader import KvEventReader
 from router.kv_events import Quality
@@ -35,6 +40,9 @@ from router.telemetry import Telemetry
 from router.times import WorkerTimes
 from router.transport import ServeTransport
 from router.warmup import Warmup
+
+if TYPE_CHECKING:
+    from router.engine_client import ClientJob
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +61,7 @@ class Router:
         self._config: ClusterConfig = parse(config)
         self._started_s = time.monotonic()
         self._draining = False
-        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        use_serve_log(self._config.engine.log_level)
         model = resolve(self._config.model)
         os.environ.update(base_environment(self._config, model.is_folder))
         # Imported late: the environment above must be set before vLLM is.
@@ -75,7 +83,9 @@ class Router:
             self.index,
             colocated=self._config.colocated,
             tp_pairs=tp_pairs,
+            promised_tpot_s=slo.tpot_s,
         )
+        self.placer.watch = watch(self._config.router.placement, self._router_id)
         vllm_config = describe_model(shared_arguments(self._config, model.path))
         self.client = ClusterEngineClient(vllm_config, self._router_id, slo, lambda: self.placer.key_block_tokens)
         handles = {Role.DECODE: decode} if prefill is None else {Role.PREFILL: prefill, Role.DECODE: decode}
@@ -90,11 +100,13 @@ class Router:
             on_record=self._on_record,
             clock=time.monotonic,
             rng=random.Random(),
+            admission=Admission(self._config.router.admission, self.placer),
         )
         self.telemetry = Telemetry(
             self._config, self.metrics, self.dispatcher, self.placer, time.monotonic, self._index_gauges
         )
         self.client.on_arrival = self._on_arrival
+        self._tracing = tracing.create(self._config.tracing, self._config.name)
         self._events: KvEventReader | None = None
         self.warmup = Warmup(self.dispatcher, vllm_config.model_config.get_vocab_size(), tp_pairs)
         self.dispatcher.worker_listeners += [self._follow_events, self.warmup.on_worker]
@@ -127,7 +139,7 @@ class Router:
             Route("/pdserve/records", records),
         ]
         return guard(
-            app,
+            Intake(app, lambda: self._draining),
             self._config.router,
             vocab_size=self.client.model_config.get_vocab_size(),
             environ=os.environ,
@@ -144,6 +156,7 @@ class Router:
     async def drain(self) -> int:
         """Take no more requests and return when the running ones have ended: how many were waited for."""
         self._draining = True
+        self.warmup.stop()
         waited_for = self.dispatcher.running
         while self.dispatcher.running:
             await asyncio.sleep(0.05)
@@ -165,15 +178,20 @@ class Router:
             if self._events is not None:
                 await self._events.close()
             await self.transport.close()
+            if self._tracing is not None:
+                await asyncio.to_thread(self._tracing.shutdown)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve pushes this to its controller, where the autoscaling policy reads it."""
         return self.telemetry.autoscaling_stats()
 
-    def _on_arrival(self, request: Request) -> None:
+    def _on_arrival(self, job: ClientJob) -> None:
+        request = job.request
         if (client_id := current().client_request_id) is not None:
             self._client_ids[request.request_id] = client_id
         self.metrics.start(prompt_tokens=request.prompt_tokens, tenant=request.tenant, priority=request.priority)
+        if self._tracing is not None:
+            job.trace_headers = self._tracing.start(request, job.trace_headers) or job.trace_headers
 
     def _on_record(self, record: RequestRecord) -> None:
         self.times.observe(record)
@@ -182,6 +200,8 @@ class Router:
             slim = asdict(replace(record, itl_s=[]))
             self._records.append({**slim, "itl_s": None, "client_request_id": client_id})
             self.metrics.observe(record)
+            if self._tracing is not None:
+                self._tracing.finish(record)
 
     def _index_gauges(self) -> dict[str, Any]:
         streams = [] if self._events is None else list(self._events.streams.values())

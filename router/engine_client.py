@@ -11,7 +11,7 @@ from cluster.engine.vllm.serving import Generation, ServingClient
 from cluster.errors import PdserveError
 from cluster.messages import Outcome, Placement, Request, RequestRecord, Slo
 from router.block_keys import block_keys, namespace
-from router.dispatcher import Dispatcher
+from router.dispatcher import Dispatcher, Job
 from router.gateway.context import current
 
 
@@ -63,7 +63,7 @@ class ClusterEngineClient(ServingClient):
         self._slo = slo
         self._counter = 0
         self.dispatcher: Dispatcher
-        self.on_arrival: Callable[[Request], None] = lambda _: None
+        self.on_arrival: Callable[[ClientJob], None] = lambda _: None
 
     def mint_id(self) -> str:
         self._counter += 1
@@ -74,7 +74,7 @@ class ClusterEngineClient(ServingClient):
         if context.cache_salt is not None:
             generation.cache_salt = context.cache_salt
         job = ClientJob(self, generation, self.request_of(generation))
-        self.on_arrival(job.request)
+        self.on_arrival(job)
         self.dispatcher.submit(job)
 
     def request_of(self, generation: Generation) -> Request:
@@ -100,8 +100,12 @@ class ClusterEngineClient(ServingClient):
     def withdraw(self, generation: Generation) -> None:
         self.dispatcher.client_left(generation.request_id)
 
-    def deliver_jobs(self, batch: list[tuple[ClientJob, int, EngineDelta, int | None]]) -> list[tuple[ClientJob, int]]:
-        """`deliver` in terms of the dispatcher's jobs."""
-        jobs = {id(job.generation): job for job, _, _, _ in batch}
-        stopped = self.deliver([(job.generation, choice, delta, cached) for job, choice, delta, cached in batch])
-        return [(jobs[id(generation)], choice) for generation, choice in stopped]
+    def deliver_jobs(self, batch: list[tuple[Job, int, EngineDelta, int | None]]) -> list[tuple[Job, int]]:
+        """`deliver` in terms of the dispatcher's jobs; nobody reads the output of jobs that have no client."""
+        jobs: dict[int, ClientJob] = {}
+        output = []
+        for job, choice, delta, cached in batch:
+            if isinstance(job, ClientJob):
+                jobs[id(job.generation)] = job
+                output.append((job.generation, choice, delta, cached))
+        return [(jobs[id(generation)], choice) for generation, choice in self.deliver(output)] if output else []

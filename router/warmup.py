@@ -49,6 +49,13 @@ class Warmup:
             elif other.role is Role.DECODE and info.role is Role.PREFILL:
                 self._warm(info, other, 1)
 
+    def stop(self) -> None:
+        """Withdraw what is under way; a router that drains waits for clients only."""
+        self.state.clear()
+        for run in self._dispatcher.runs():
+            if run.request.tenant == self.TENANT:
+                self._dispatcher.client_left(run.request.request_id)
+
     def _warm(self, prefill: WorkerInfo, decode: WorkerInfo, attempt: int) -> None:
         pair = (prefill.worker_id, decode.worker_id)
         refusals = check_pair(prefill.fingerprint, decode.fingerprint, tp_pairs=self._tp_pairs)

@@ -16,6 +16,8 @@ def ray_environment(config: ClusterConfig) -> dict[str, str]:
         "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
         "RAY_SERVE_LOG_TO_STDERR": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
+        # Ray starts workers at niceness 15: on a shared host everything else would come before an engine.
+        "RAY_worker_niceness": "0",
         "RAY_DEDUP_LOGS": "0",
     }
     if ingress(config) == "direct":

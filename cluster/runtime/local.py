@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import socket
 import threading
 import time
@@ -111,6 +112,7 @@ def start(
             progress(what, time.monotonic() - started)
 
     tell("Ray")
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         ray.init(
             address=address or "local",
@@ -125,6 +127,9 @@ def start(
     except (ConnectionError, RuntimeError, ValueError) as e:
         what = f"no Ray cluster at {address}" if address else "Ray did not start"
         raise UserError(f"--address: {what} ({_line(e)}); start one with `ray start --head` or leave the option out") from e
+    if threading.current_thread() is threading.main_thread():
+        for number, handler in handlers.items():  # Ray puts its own in their place
+            signal.signal(number, handler)
     cluster = LocalCluster(
         config, f"http://{config.router.http.host}:{config.router.http.port}", address is None, started
     )

@@ -24,6 +24,7 @@ class EngineSettings:
         kv_events: vLLM's KVEventsConfig as a mapping, None where events are off.
         environment: variables that must be set before vLLM is imported.
         kv_cache_bytes: size of the KV cache of one rank; None = vLLM measures what is free.
+        eager: do not compile the model.
         ports: the reservation, kept for the life of the engine.
         executor: how vLLM starts its ranks; None where there is one. Left open, it would guess from Ray's presence.
     """
@@ -34,6 +35,7 @@ class EngineSettings:
     environment: dict[str, str] = field(default_factory=dict)
     ports: Any = None
     kv_cache_bytes: int | None = None
+    eager: bool = False
     executor: str | None = None
 
 
@@ -62,6 +64,8 @@ def engine_arguments(config: ClusterConfig, role: Role, settings: EngineSettings
         "worker_extension_cls": "cluster.engine.vllm.worker_extension.LeaseExtension",
         **extra,
     }
+    if settings.eager:
+        arguments.setdefault("enforce_eager", True)
     if settings.kv_cache_bytes is not None:
         arguments.setdefault("kv_cache_memory_bytes", settings.kv_cache_bytes)
     if settings.executor is not None:

@@ -31,6 +31,7 @@ def prepare(config: ClusterConfig, role: Role, *, host: str) -> EngineSettings:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(config.engine.cpu.threads),
         }
+    eager = on_cpu and not config.engine.cpu.compile
     kv_bytes = int(config.engine.cpu.kvcache_gib * 2**30) if on_cpu else None
     events = {
         "enable_kv_cache_events": True,
