@@ -8,11 +8,12 @@ One process, one core. Prints a table and, last, one line of JSON.
 from __future__ import annotations
 
 import argparse
+import json
+import random
 import resource
 import time
 from pathlib import Path
 
-from cluster.commands.output import err, out, print_json
 from cluster.config import ClusterConfig, parse
 from cluster.sim.fleet import Options
 from cluster.sim.run import Result, simulate
@@ -51,15 +52,15 @@ def measure(arrivals: list[Arrival], engines: int, block_size_tokens: int) -> tu
 
 
 def main() -> None:
+    from rich.console import Console
     from rich.table import Table
 
+    out, err = Console(highlight=False), Console(stderr=True, highlight=False)
     parser = argparse.ArgumentParser(prog="python -m cluster.sim.bench", description=__doc__.splitlines()[0])
     parser.add_argument("trace", nargs="?", type=Path, help="a trace in Mooncake's format")
     parser.add_argument("--block-size", type=int, default=16, help="tokens of a KV block")
     args = parser.parse_args()
     path = args.trace or (SHARED if SHARED.exists() else PACKAGED)
-    import random
-
     replay = Replay(path=str(path), spread_s=SPREAD_S)
     recorded = replay.load()
     arrivals = list(replay.arrivals(random.Random(1), recorded))
@@ -92,19 +93,18 @@ def main() -> None:
         f"{path.name}, blocks of {args.block_size} tokens; an event covers {steps / events:.0f} iterations on "
         f"average; {tokens / wall_s:.0f} simulated tokens/s"
     )
-    print_json(
-        {
-            "wall_s": round(wall_s, 2),
-            "cpu_s": round(rows["64"][1], 2),
-            "requests_per_s": round(len(arrivals) / wall_s, 1),
-            "events_per_s": round(events / wall_s, 1),
-            "iterations_per_s": round(steps / wall_s, 1),
-            "growth_8_to_512": round(rows["512"][1] / rows["8"][1], 2),
-            "requests": len(arrivals),
-            "block_size_tokens": args.block_size,
-            "peak_memory_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2),
-        }
-    )
+    figures = {
+        "wall_s": round(wall_s, 2),
+        "cpu_s": round(rows["64"][1], 2),
+        "requests_per_s": round(len(arrivals) / wall_s, 1),
+        "events_per_s": round(events / wall_s, 1),
+        "iterations_per_s": round(steps / wall_s, 1),
+        "growth_8_to_512": round(rows["512"][1] / rows["8"][1], 2),
+        "requests": len(arrivals),
+        "block_size_tokens": args.block_size,
+        "peak_memory_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2),
+    }
+    print(json.dumps(figures))
 
 
 def _repeat(arrivals: list[Arrival], times: int) -> list[Arrival]:
