@@ -144,6 +144,9 @@ class AdmissionConfig(Section):
         gt=0,
         description="share of its TTFT limit that a prompt may queue in an engine; beyond, it waits in the router",
     )
+    wait_for_workers: bool = Field(
+        False, description="without a ready worker wait in the router instead of 503: for pools that scale to zero"
+    )
 
 
 class TenantsConfig(Section):

@@ -172,7 +172,7 @@ class Admission:
     def offer(self, request: Request, now: float) -> Admit | Queue | Rejection:
         """A request has arrived, with its arrival time in the past or now."""
         forecast = self._gate.forecast(request, now)
-        if isinstance(forecast, Rejection) and forecast.status < 500:
+        if isinstance(forecast, Rejection) and (forecast.status < 500 or not self.config.wait_for_workers):
             return forecast
         cost = self._cost(request, forecast)
         over = self._over_budget(request.tenant, cost, now)

@@ -227,8 +227,14 @@ def test_a_request_that_can_never_be_served_is_refused_at_once():
     assert answer.status == 400
 
 
-def test_with_no_worker_requests_wait_for_one():
+def test_with_no_worker_requests_are_refused_at_once():
     admission, engine = made()
+    engine.refuse = Rejection(503, "no decode worker is ready", 1.0)
+    assert admission.offer(request(), 0.0) == engine.refuse
+
+
+def test_or_wait_for_one_where_pools_scale_to_zero():
+    admission, engine = made(wait_for_workers=True)
     engine.refuse = Rejection(503, "no decode worker is ready", 1.0)
     r = request()
     assert isinstance(admission.offer(r, 0.0), Queue)

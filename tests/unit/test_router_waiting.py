@@ -135,7 +135,7 @@ def test_a_full_queue_refuses_with_a_time_to_come_back() -> None:
 
 def test_requests_wait_for_the_first_worker() -> None:
     async def main() -> None:
-        c = Cluster(prefill=0, decode=0)
+        c = Cluster(prefill=0, decode=0, wait_for_workers=True)
         jobs = [c.send() for _ in range(5)]
         await asyncio.sleep(1.0)
         assert len(c.admission) == 5
