@@ -69,15 +69,26 @@ class InProcess:
             end = await self.workers[call.worker_id].run(call)
         except RequestError as e:
             self.dispatcher.on_leg_end(leg_id, e)
+        except asyncio.CancelledError:
+            pass
         else:
             self.dispatcher.on_leg_end(leg_id, end)
-        del self.calls[leg_id]
+        finally:
+            del self.calls[leg_id]
 
     def cancel(self, worker_id: str, leg_id: str) -> None:
         self.links.send(worker_id, Cancel([leg_id]))
+        self._make_sure(leg_id)
 
     def settle(self, worker_id: str, leg_id: str, *, pulled: bool) -> None:
         self.links.send(worker_id, Settle([leg_id], pulled))
+        self._make_sure(leg_id)
+
+    def _make_sure(self, leg_id: str) -> None:
+        """As over Serve: a call that has not ended by itself, because no link was there yet, is cancelled."""
+        call = self.calls.get(leg_id)
+        if call is not None:
+            asyncio.get_running_loop().call_later(1.0, call.cancel)
 
     def _on_message(self, worker_id: str, incarnation: str, message) -> None:
         if isinstance(message, Step):
