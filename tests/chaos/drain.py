@@ -14,6 +14,8 @@ import asyncio
 import contextlib
 import json
 import random
+import signal
+import sys
 import time
 from collections import Counter
 from typing import Any
@@ -159,6 +161,8 @@ def main() -> None:
     parser.add_argument("--settle-s", type=float, default=10)
     parser.add_argument("--port", type=int, default=8178)
     args = parser.parse_args()
+    # Whoever ends this run early must not leave the cluster behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     console = Console(stderr=True, highlight=False)
     settings = config("simulated", args.port, args.prefill, args.decode, routers=2)
     settings["engine"]["simulated"] |= {

@@ -222,6 +222,8 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8177)
     parser.add_argument("--keep", help="folder for the cluster's log instead of a temporary one")
     args = parser.parse_args()
+    # Whoever ends this run early must not leave the cluster behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     console = Console(stderr=True, highlight=False)
     with tempfile.TemporaryDirectory(prefix="pdserve-chaos-") as temporary:
         folder = Path(args.keep or temporary)
