@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from cluster.messages import RequestRecord, Role
-from router.cost import Choice, Question
+from router.choice import Choice, Question
 from router.shadow import Accuracy, Shadow, workers_of
 
 if TYPE_CHECKING:

@@ -33,7 +33,8 @@ from cluster.perf.times import StepTimes
 from kv_transfer.compatibility import TpPairs
 from router.admission import Forecast
 from router.approximate import ApproximateCache
-from router.cost import Choice, CostModel, Question, decode_blocks, prefill_s
+from router.choice import Choice, Question
+from router.cost import CostModel, decode_blocks, prefill_s
 from router.decision_log import Watch
 from router.load import Reservation, WorkerLoad, WorkerView
 from router.pairing import Pairing

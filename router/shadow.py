@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cluster.messages import Outcome, Path, RequestRecord, Role
-from router.cost import Choice, Question
+from router.choice import Choice, Question
 from router.load import WorkerLoad
 from router.policies import BASELINES, Baseline
 

@@ -10,7 +10,7 @@ from cluster.config import ClusterConfig
 from cluster.engine.vllm.arguments import served_name
 from cluster.goodput.metrics import Metrics
 from cluster.messages import Role
-from router.cost import distance
+from router.choice import distance
 from router.dispatcher import Dispatcher
 from router.placement import Placer
 from router.warmup import Warmup
