@@ -23,7 +23,7 @@ from kv_transfer.settings import TICKET_REQUEST
 from router.admission import Admission
 from router.block_keys import block_keys
 from router.dispatcher import Dispatcher
-from router.kv_events import BlockTranslator, EventCounts
+from router.block_translator import BlockTranslator, EventCounts
 from router.placement import Placer
 from router.prefix_index import PrefixIndex
 
