@@ -22,8 +22,8 @@ from cluster.workload.arrival import Arrival
 from kv_transfer.settings import TICKET_REQUEST
 from router.admission import Admission
 from router.block_keys import block_keys
-from router.dispatcher import Dispatcher
 from router.block_translator import BlockTranslator, EventCounts
+from router.dispatcher import Dispatcher
 from router.placement import Placer
 from router.prefix_index import PrefixIndex
 
