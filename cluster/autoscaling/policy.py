@@ -30,6 +30,8 @@ from cluster.messages import Role
 
 __all__ = ["State", "decide", "initial"]
 
+# A need this little above the target is no reason to grow: it is within what the estimate is worth.
+UP_MARGIN = 1.05
 # A pool shrinks only to what would still be enough if the need were this much larger.
 DOWN_MARGIN = 1.1
 # Growth of the running sequences that is projected over a replica's start-up is at most this.
@@ -225,12 +227,12 @@ def _hysteresis(
 
 
 def _wish(settings: Settings, target: int, need: Need, needs: tuple[tuple[float, float], ...], now: float) -> _Wish:
-    wanted = _whole(need.replicas)
+    wanted = _whole(need.replicas / UP_MARGIN)
     if wanted > target:
         lasting = [n for at_s, n in needs if at_s > now - settings.upscale_delay_s - 1e-6]
         covered = needs[0][0] <= now - settings.upscale_delay_s + 1e-6
-        if need.urgent or (covered and _whole(min(lasting)) > target):
-            return _Wish(wanted if need.urgent else _whole(min(lasting)), need)
+        if need.urgent or (covered and _whole(min(lasting) / UP_MARGIN) > target):
+            return _Wish(wanted if need.urgent else _whole(min(lasting) / UP_MARGIN), need)
         return _Wish(target, replace(need, reason="delay", why=f"{need.why}; waits for upscale_delay_s"))
     lasting = [n for at_s, n in needs if at_s > now - settings.downscale_delay_s - 1e-6]
     covered = needs[0][0] <= now - settings.downscale_delay_s + 1e-6

@@ -16,7 +16,9 @@ KV_AIM = 0.9
 # Room for the work of the running sequences above its mean, in standard deviations.
 SPREAD = 1.0
 # Sequences that piled up say less about the need than what arrives: at most this many times that.
-PILE_UP = 2.0
+PILE_UP = 1.5
+# Below this utilisation a backlog clears by itself: no reason for another replica.
+CLEARS = 0.8
 # Utilisation where waiting cannot be bounded because serving alone uses up the limit.
 PLAIN_UTILISATION = 0.8
 
@@ -68,7 +70,7 @@ def prefill_need(
         drain = busy + by_then_s / max(settings.look_back_s, startup_s)
         if drain > need.replicas:
             need = Need(drain, "queue", f"{waiting_s:.1f} s of prefill work waits", urgent=True)
-    return _impatient(need, load, queue, limit_s)
+    return need if busy < CLEARS * load.ready else _impatient(need, load, queue, limit_s)
 
 
 def decode_need(
@@ -106,7 +108,8 @@ def decode_need(
             need = Need(kv, "kv", f"KV {load.kv_used_ratio:.0%} full", urgent=load.kv_used_ratio >= 0.95)
     if cost is None and need.replicas == 0:
         return _blind(load, queue, settings.slo.ttft_s)
-    return _impatient(need, load, queue, settings.slo.ttft_s)
+    clears = cost is not None and need.replicas < CLEARS * load.ready
+    return need if clears else _impatient(need, load, queue, settings.slo.ttft_s)
 
 
 def seconds_per_prompt_token(cost: StepCost | None, leg_tokens: float) -> float | None:
