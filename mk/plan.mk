@@ -1,4 +1,4 @@
-.PHONY: aiconfigurator plan-compare experiments
+.PHONY: aiconfigurator plan-compare roofline-residuals experiments
 
 AIC := $(HOME)/.cache/pdserve/aiconfigurator
 
@@ -11,3 +11,6 @@ plan-compare: setup aiconfigurator  ## the planner beside AIConfigurator on thre
 
 experiments: setup  ## every file of loadtests/experiments, reports in out/experiments; about 15 minutes on two cores
 	@for f in loadtests/experiments/*.yaml; do $(BIN)/pdserve experiment $$f || exit $$?; done
+
+roofline-residuals: setup aiconfigurator  ## the roofline's errors against measured kernel tables, by GPU
+	@$(BIN)/python -m cluster.planner.residuals

@@ -39,9 +39,10 @@ class Measured:
 class _Stream:
     """Arrival times of one request's tokens."""
 
-    def __init__(self, prompt_tokens: int) -> None:
+    def __init__(self, prompt_tokens: int, clock: Callable[[], float]) -> None:
         self.prompt_tokens = prompt_tokens
-        self.started = time.perf_counter()
+        self._clock = clock
+        self.started = clock()
         self.at: list[float] = []
         self.compute_s: float | None = None
         self.error: PdserveError | None = None
@@ -53,7 +54,7 @@ class _Stream:
             for event in (self.first, self.settled, self.done):
                 event.set()
             return
-        now = time.perf_counter()
+        now = self._clock()
         self.at.extend([now] * len(item.token_ids))
         self.compute_s = item.compute_s if item.compute_s is not None else self.compute_s
         if self.at:
@@ -79,8 +80,10 @@ class Meter:
         token_ids: tuple[int, int],
         rng: random.Random,
         progress: Callable[[str], None] = lambda _line: None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._engine, self._sampling, self._ids, self._rng = engine, sampling, token_ids, rng
+        self._clock = clock
         self._progress = progress
         self._number = 0
 
@@ -115,7 +118,7 @@ class Meter:
         self._number += 1
         low, high = self._ids
         ids = [self._rng.randint(low, high) for _ in range(prompt_tokens)]
-        stream = _Stream(prompt_tokens)
+        stream = _Stream(prompt_tokens, self._clock)
         request = EngineRequest(f"fit-{self._number}", ids, self._sampling(output_tokens))
         await self._engine.start(request, stream.receive)
         return stream

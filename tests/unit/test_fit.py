@@ -1,0 +1,104 @@
+"""`pdserve fit`: an engine with known step times, in virtual time, gives its coefficients back."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+
+from cluster.commands.fit import _hold_out
+from cluster.engine.base import EngineDelta, EngineRequest, Sink
+from cluster.engine.measure import Meter
+from cluster.errors import EngineFailed
+from cluster.messages import Role, WorkerInfo
+from cluster.perf.fitting import fit_steps
+from cluster.perf.profile import Coefficients, ProfileTimes
+
+TRUE = Coefficients(3e-3, 5e-5, 0.0, 1e-4, 2e-7, 1e-3)
+OVERHEAD_S = 2e-3
+
+
+class VirtualEngine:
+    """Whole prompts and all decodes in one iteration, as in continuous batching; the clock moves by the step's time."""
+
+    def __init__(self, fail_after: int | None = None) -> None:
+        self.now = 0.0
+        self.times = ProfileTimes(TRUE)
+        self.info = WorkerInfo("w", "i", Role.DECODE, 16, 4096, 4096, 64, 2048, 2048)
+        self._waiting: list[tuple[EngineRequest, Sink]] = []
+        self._running: dict[str, tuple[Sink, int, int]] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._fail_after = fail_after
+
+    async def start(self, request: EngineRequest, sink: Sink) -> None:
+        self._waiting.append((request, sink))
+        if self._fail_after is not None:
+            self._fail_after -= 1
+        if self._task is None or self._task.done():
+            self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def _run(self) -> None:
+        await asyncio.sleep(0)
+        while self._waiting or self._running:
+            new, self._waiting = self._waiting, []
+            prompts = [(len(r.prompt_token_ids), 0) for r, _ in new]
+            context = sum(tokens for _, tokens, _ in self._running.values())
+            step_s = self.times.step_s(prompts, len(self._running), context)
+            self.now += step_s
+            running, self._running = self._running, {}
+            for request_id, (sink, tokens, left) in running.items():
+                if left > 1:
+                    self._running[request_id] = (sink, tokens + 1, left - 1)
+                sink(request_id, EngineDelta([1], finish_reason="length" if left == 1 else None))
+            if new:
+                self.now += OVERHEAD_S if not running else 0.0
+            for request, sink in new:
+                if self._fail_after is not None and self._fail_after <= 0:
+                    sink(request.request_id, EngineFailed("the engine died"))
+                    continue
+                left = request.sampling - 1
+                if left:
+                    self._running[request.request_id] = (sink, len(request.prompt_token_ids) + 1, left)
+                delta = EngineDelta([1], finish_reason=None if left else "length", compute_s=step_s)
+                sink(request.request_id, delta)
+            await asyncio.sleep(0)
+
+
+def _meter(engine: Any) -> Meter:
+    return Meter(engine, lambda tokens: tokens, (5, 50), random.Random(1), clock=lambda: engine.now)
+
+
+async def test_the_coefficients_of_a_known_engine_come_back() -> None:
+    engine = VirtualEngine()
+    measured = await _meter(engine).run(repeats=2, max_batch=32)
+    kinds = {s.kind for s in measured.samples}
+    assert kinds == {"prefill", "decode", "mixed"}
+    fit = fit_steps(measured.samples)
+    assert fit.residuals["all"].p90 < 0.02
+    c = fit.coefficients
+    assert c.fixed_s == pytest.approx(TRUE.fixed_s, rel=0.05) and c.token_s == pytest.approx(TRUE.token_s, rel=0.05)
+    assert c.context_token_s == pytest.approx(TRUE.context_token_s, rel=0.1)
+    assert sorted(measured.overhead_s)[len(measured.overhead_s) // 2] == pytest.approx(OVERHEAD_S, rel=0.01)
+
+
+async def test_measurements_stay_within_what_the_engine_holds() -> None:
+    engine = VirtualEngine()
+    engine.info = WorkerInfo("w", "i", Role.DECODE, 16, 40, 4096, 4, 256, 512)
+    measured = await _meter(engine).run(repeats=1)
+    assert max(n for s in measured.samples for n, _ in s.prefill) <= 256
+    assert max(s.decode_batch for s in measured.samples) <= 4
+    assert max(s.decode_context_tokens for s in measured.samples) <= 40 * 16
+
+
+async def test_an_engine_that_dies_ends_the_measurement() -> None:
+    with pytest.raises(EngineFailed, match="the engine died"):
+        await _meter(VirtualEngine(fail_after=5)).run()
+
+
+def test_a_fifth_is_held_out_unless_there_are_few() -> None:
+    samples = list(range(20))
+    kept, held = _hold_out(samples)  # type: ignore[arg-type]
+    assert held == [4, 9, 14, 19] and sorted(kept + held) == samples
+    assert _hold_out(samples[:10]) == (samples[:10], [])  # type: ignore[arg-type]
