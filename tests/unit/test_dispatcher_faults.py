@@ -205,6 +205,9 @@ def test_a_stopped_worker_is_noticed_by_its_silence(role: Role) -> None:
 
     async def main() -> None:
         c = Cluster()
+        for _ in range(20):
+            c.send(max_tokens=5)
+        await c.settle()
         jobs = [c.send(max_tokens=60) for _ in range(20)]
         await asyncio.sleep(0.1 if role is Role.DECODE else 0.005)
         stopped = next(w for w in c.pools.everyone if w.info.role is role)
