@@ -28,6 +28,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--traces", type=Path, help="folder with the Mooncake and Azure traces; without it they are left out"
     )
+    parser.add_argument("--quick", action="store_true", help="25 minutes of each trace instead of the hour")
     parser.add_argument("--only", help="comma-separated names of workloads")
     parser.add_argument("--out", type=Path, default=Path("out/autoscale-report"))
     parser.add_argument("--reuse", action="store_true", help="take rows that an earlier run left in --out")
@@ -37,7 +38,7 @@ def main(argv: list[str] | None = None) -> None:
     traces = args.traces if args.traces is not None and args.traces.is_dir() else None
     if traces is None:
         print("no folder of traces: the recorded workloads are left out", file=sys.stderr)
-    names = [s.name for s in scenarios(traces)]
+    names = [s.name for s in scenarios(traces, quick=args.quick)]
     wanted = args.only.split(",") if args.only else names
     if unknown := [name for name in wanted if name not in names]:
         print(f"--only: no workload {unknown[0]!r}; there are {', '.join(names)}", file=sys.stderr)
@@ -50,7 +51,7 @@ def main(argv: list[str] | None = None) -> None:
             if file.is_file():
                 done[name] = json.loads(file.read_text())
     missing = [name for name in wanted if name not in done]
-    work = partial(_one, traces=traces, seed=args.seed, out=args.out)
+    work = partial(_one, traces=traces, quick=args.quick, seed=args.seed, out=args.out)
     with ProcessPoolExecutor(max(1, min(args.jobs, len(missing) or 1))) as pool:
         futures = {pool.submit(work, name): name for name in missing}
         for future in as_completed(futures):
@@ -61,8 +62,8 @@ def main(argv: list[str] | None = None) -> None:
     print(json.dumps(key_figures(rows)))
 
 
-def _one(name: str, *, traces: Path | None, seed: int, out: Path) -> dict[str, Any]:
-    scenario = next(s for s in scenarios(traces) if s.name == name)
+def _one(name: str, *, traces: Path | None, quick: bool, seed: int, out: Path) -> dict[str, Any]:
+    scenario = next(s for s in scenarios(traces, quick=quick) if s.name == name)
     rows = compare(scenario, seed, lambda what: print(what, file=sys.stderr, flush=True))
     (out / f"{name}.json").write_text(json.dumps(rows, indent=1))
     return rows

@@ -15,9 +15,9 @@ from cluster.sim.scaling import GoodputDriver, Policy
 from cluster.workload.arrival import Arrival
 
 TARGET = 0.95
-PREFILL_TARGETS = (1, 2, 3, 5)
-DECODE_TARGETS = (16, 32, 64, 96)
-LATENCY_BANDS = ((0.4, 0.15), (0.4, 0.3), (0.7, 0.15), (0.7, 0.3))
+PREFILL_TARGETS = (1, 2, 4)
+DECODE_TARGETS = (32, 64)
+LATENCY_BANDS = ((0.4, 0.15), (0.4, 0.3), (0.7, 0.3))
 Tell = Callable[[str], None]
 
 
@@ -38,9 +38,10 @@ def compare(scenario: Scenario, seed: int, tell: Tell) -> dict[str, Any]:
     rows["queue length"] = queue.row() | {"tuned": how}
     latency, how = _mean_latency(wanted, one)
     rows["mean latency"] = latency.row() | {"tuned": how}
-    size, fixed = _static(scenario, one)
+    result, largest = _oracle(scenario, arrivals, one, tell)
+    rows["oracle"] = result.row()
+    size, fixed = _static(scenario, largest, one)
     rows["static"] = fixed.row() | {"tuned": f"P{size[0]} D{size[1]}"}
-    rows["oracle"] = _oracle(scenario, arrivals, one, tell).row()
     return rows
 
 
@@ -57,9 +58,9 @@ def _queue_length(wanted: float, one: Callable[..., Result]) -> tuple[Result, st
 
         return one(f"queue length {prefill}/{decode}", make), (prefill, decode)
 
-    runs = [tried(p, DECODE_TARGETS[1]) for p in PREFILL_TARGETS]
+    runs = [tried(p, DECODE_TARGETS[0]) for p in PREFILL_TARGETS]
     _, (best_prefill, _) = _cheapest(runs, wanted)
-    runs += [tried(best_prefill, d) for d in DECODE_TARGETS if d != DECODE_TARGETS[1]]
+    runs += [tried(best_prefill, d) for d in DECODE_TARGETS if d != DECODE_TARGETS[0]]
     result, (prefill, decode) = _cheapest(runs, wanted)
     return result, f"target_ongoing {prefill}/{decode}"
 
@@ -75,25 +76,30 @@ def _mean_latency(wanted: float, one: Callable[..., Result]) -> tuple[Result, st
     return result, f"up at {high:g}, down at {low:g} of the limit"
 
 
-def _static(scenario: Scenario, one: Callable[..., Result]) -> tuple[tuple[int, int], Result]:
+def _static(scenario: Scenario, guess: oracle.Size, one: Callable[..., Result]) -> tuple[tuple[int, int], Result]:
     known: dict[tuple[int, int], Result] = {}
 
     def attainment(size: tuple[int, int]) -> float:
         known[size] = one(f"static P{size[0]} D{size[1]}", baselines.static, first=size)
         return known[size].attainment
 
-    size = oracle.cheapest(attainment, scenario.most, TARGET, scenario.first)
+    size = oracle.cheapest(attainment, scenario.most, TARGET, guess)
     return size, known[size] if size in known else one("static", baselines.static, first=size)
 
 
-def _oracle(scenario: Scenario, arrivals: list[Arrival], one: Callable[..., Result], tell: Tell) -> Result:
+def _oracle(
+    scenario: Scenario, arrivals: list[Arrival], one: Callable[..., Result], tell: Tell
+) -> tuple[Result, oracle.Size]:
+    """The oracle's run, and the largest size it had in each pool."""
     sizes, guess = [], scenario.first
     for start_s in oracle.windows(scenario):
         tell(f"{scenario.name}: oracle at {start_s:.0f} s")
         guess = oracle.window_size(scenario, arrivals, start_s, guess)
         sizes.append((start_s, {Role.PREFILL: guess[0], Role.DECODE: guess[1]}))
     first = (sizes[0][1][Role.PREFILL], sizes[0][1][Role.DECODE])
-    return one("oracle", lambda _: baselines.scheduled(sizes), first=first, startup_s=0.0, interval_s=INTERVAL_S)
+    largest = (max(s[Role.PREFILL] for _, s in sizes), max(s[Role.DECODE] for _, s in sizes))
+    result = one("oracle", lambda _: baselines.scheduled(sizes), first=first, startup_s=0.0, interval_s=INTERVAL_S)
+    return result, largest
 
 
 def _cheapest(runs: Iterable[tuple[Result, Any]], wanted: float) -> tuple[Result, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from bisect import bisect_left
 from collections.abc import Callable
 
@@ -14,7 +13,7 @@ from cluster.sim.fleet import Fleet, Options
 from cluster.workload.arrival import Arrival
 
 # Full-size operation before a window, so that caches are warm and no backlog is carried in.
-LEAD_S = 120.0
+LEAD_S = 60.0
 # Load goes on for this long after a window while its last requests finish.
 TAIL_S = 30.0
 Size = tuple[int, int]
@@ -41,10 +40,10 @@ def attainment_in_window(scenario: Scenario, arrivals: list[Arrival], start_s: f
 
 
 def cheapest(attainment: Callable[[Size], float | None], most: Size, target: float, guess: Size) -> Size:
-    """The smallest size (fewest replicas in all) that attains `target`, or nearly what the largest size attains.
+    """A size that attains `target` and that neither pool can shrink from; nearly the best one where none attains it.
 
-    Attainment is taken to grow with either pool, so each is searched alone beside a full other one, and their
-    combination is then checked and enlarged where it falls short.
+    Attainment is taken to grow with either pool. From the guess the search first grows until the target is attained
+    (prefill, then decode, then both), and then shrinks one pool after the other.
     """
     known: dict[Size, float | None] = {}
 
@@ -55,31 +54,25 @@ def cheapest(attainment: Callable[[Size], float | None], most: Size, target: flo
         return value is None or value >= goal
 
     goal = target
-    if not attains(most):
-        best = known[most]
-        assert best is not None
-        goal = best - 0.005
-
-    def alone(axis: int) -> int:
-        def size(n: int) -> Size:
-            return (n, most[1]) if axis == 0 else (most[0], n)
-
-        n = min(max(guess[axis], 1), most[axis])
-        if attains(size(n)):
-            while n > 1 and attains(size(n - 1)):
-                n -= 1
-            return n
-        while n < most[axis] and not attains(size(n)):
-            n += 1
-        return n
-
-    prefill, decode = alone(0), alone(1)
-    for more in itertools.count():
-        for extra in range(more + 1):
-            size = (min(prefill + extra, most[0]), min(decode + more - extra, most[1]))
-            if attains(size) or size == most:
-                return size
-    raise AssertionError("unreachable")
+    prefill, decode = (min(max(n, 1), m) for n, m in zip(guess, most, strict=True))
+    while not attains((prefill, decode)):
+        more = (min(prefill + 1, most[0]), min(decode + 1, most[1]))
+        if more == (prefill, decode):
+            best = known[most]
+            assert best is not None
+            goal = best - 0.005
+            continue
+        if more[0] > prefill and attains((more[0], decode)):
+            prefill = more[0]
+        elif more[1] > decode and attains((prefill, more[1])):
+            decode = more[1]
+        else:
+            prefill, decode = more
+    while prefill > 1 and attains((prefill - 1, decode)):
+        prefill -= 1
+    while decode > 1 and attains((prefill, decode - 1)):
+        decode -= 1
+    return prefill, decode
 
 
 def window_size(scenario: Scenario, arrivals: list[Arrival], start_s: float, guess: Size) -> Size:

@@ -73,17 +73,22 @@ class Scenario:
         )
 
 
-def scenarios(traces: Path | None) -> list[Scenario]:
-    """All six; without the folder of traces the two recorded ones are left out."""
+def scenarios(traces: Path | None, *, quick: bool = False) -> list[Scenario]:
+    """All six; without the folder of traces the two recorded ones are left out.
+
+    Args:
+        quick: 25 minutes of each trace instead of the whole hour.
+    """
     recorded = []
+    length_s = 1500.0 if quick else 3600.0
     if traces is not None:
         recorded = [
             Scenario(
                 "mooncake",
                 ttft_ms=15_000,
                 tpot_ms=60,
-                duration_s=3600,
-                arrivals=_replay(traces / "mooncake_conversation.jsonl.gz", spread_s=3.0),
+                duration_s=length_s,
+                arrivals=_replay(traces / "mooncake_conversation.jsonl.gz", length_s, spread_s=3.0),
                 first=(10, 5),
                 most=(24, 16),
                 block_size_tokens=512,
@@ -93,8 +98,8 @@ def scenarios(traces: Path | None) -> list[Scenario]:
                 "azure",
                 ttft_ms=2_000,
                 tpot_ms=50,
-                duration_s=3600,
-                arrivals=_replay(traces / "azure_llm_2023_conv.csv.gz"),
+                duration_s=length_s,
+                arrivals=_replay(traces / "azure_llm_2023_conv.csv.gz", length_s),
                 first=(4, 2),
                 most=(16, 16),
             ),
@@ -145,8 +150,8 @@ def scenarios(traces: Path | None) -> list[Scenario]:
     ]
 
 
-def _replay(path: Path, spread_s: float = 0.0) -> Callable[[int], list[Arrival]]:
-    replay = Replay(path=str(path), spread_s=spread_s)
+def _replay(path: Path, length_s: float, spread_s: float = 0.0) -> Callable[[int], list[Arrival]]:
+    replay = Replay(path=str(path), length_s=length_s, spread_s=spread_s)
     return lambda seed: list(replay.arrivals(random.Random(seed), replay.load()))
 
 
