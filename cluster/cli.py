@@ -21,6 +21,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "experiment": ("experiment", "run every combination of a file's axes in the simulator; plots and a report"),
     "plan": ("plan", "capacity, speculative decoding and topology, before the GPUs are bought"),
     "check": ("check", "validate a config and print its topology; starts nothing"),
+    "demo": ("demo", "one chat through a real split, and where its time went"),
+    "status": ("status", "pools, replicas, load, leases, goodput of a running cluster"),
     "serve": ("serve", "start a cluster and serve until told to stop"),
     "loadtest": ("loadtest", "put a scenario to an endpoint: goodput, latencies, a report"),
     "diagnose": ("diagnose", "which symptoms are present, the numbers that show them, the lever"),

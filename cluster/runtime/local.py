@@ -65,10 +65,9 @@ class LocalCluster:
         tell("replicas")
         with contextlib.suppress(Exception):
             serve.delete(self.config.name, _blocking=True)
-        if self.owns_ray:
-            tell("Ray")
-            with contextlib.suppress(Exception):
-                serve.shutdown()
+        tell("Ray")
+        # The application is gone, with its engines; Ray ends what is left. Serve's own shutdown before that would only
+        # race with it.
         ray.shutdown()
 
 
@@ -101,7 +100,8 @@ def start(
         check_port(config.router.http.host, config.router.http.port)
         check_memory(config)
     os.environ.update({k: v for k, v in ray_environment(config).items() if k not in os.environ})
-    logging.getLogger("ray").setLevel(logging.ERROR)
+    for name in ("ray", "ray.serve"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     import ray
     from ray import serve
 

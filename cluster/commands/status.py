@@ -1,0 +1,95 @@
+"""`pdserve status`: what a running cluster is doing."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any
+
+import typer
+
+from cluster.commands.output import out, print_json
+
+
+def command(
+    url: Annotated[str, typer.Option(help="where the cluster is served")] = "http://127.0.0.1:8000",
+    watch: Annotated[bool, typer.Option("--watch", help="refresh until Ctrl-C")] = False,
+    interval_s: Annotated[float, typer.Option(min=0.2, help="seconds between refreshes")] = 1.0,
+    json_: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> None:
+    """Pools, replicas, load, open leases, goodput and misses by stage.
+
+    Example: pdserve status --url http://127.0.0.1:8000 --watch
+    """
+    from cluster.runtime.local import fetch_status
+
+    if json_:
+        print_json(fetch_status(url))
+        return
+    if not watch:
+        out.print(render(fetch_status(url)))
+        return
+    from rich.live import Live
+
+    with Live(render(fetch_status(url)), console=out, screen=out.is_terminal, auto_refresh=False) as live:
+        while True:
+            time.sleep(interval_s)
+            live.update(render(fetch_status(url)), refresh=True)
+
+
+def render(status: dict[str, Any]) -> Any:
+    """Tables for a terminal."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    router = status["router"]
+    head = Text.assemble(
+        (status["name"], "bold"),
+        f"  model {status['model']}  engine {status['engine']}  policy {router['policy']}"
+        f"  running {router['running_requests']}  retries {router['retries']}  migrations {router['migrations']}",
+    )
+    replicas = Table(title="replicas", title_justify="left", box=None, pad_edge=False)
+    for column in ("pool", "layout", "replica", "state", "run", "wait", "KV blocks", "leases", "last failure"):
+        replicas.add_column(column, no_wrap=column != "last failure")
+    for name, pool in status["pools"].items():
+        layout = "x".join(f"{k}{v}" for k, v in pool["layout"].items() if v > 1 or k == "tp")
+        for r in pool["replicas"]:
+            replicas.add_row(
+                name,
+                layout,
+                r["id"],
+                r["state"],
+                str(r["running"]),
+                str(r["waiting"]),
+                f"{r['kv_used_blocks']}/{r['kv_total_blocks']}",
+                str(r["open_leases"]),
+                r["last_failure"] or "",
+            )
+        if not pool["replicas"]:
+            replicas.add_row(name, layout, "-", "no replica", "", "", "", "", "")
+    return Group(head, Text(""), replicas, Text(""), _goodput(status["goodput"]), _pairs(status.get("pairs", [])))
+
+
+def _goodput(goodput: dict[str, Any]) -> Any:
+    from rich.text import Text
+
+    missed = ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in goodput["missed_by_stage"].items() if v) or "none"
+    attainment = "-" if goodput["attainment"] is None else f"{100 * goodput['attainment']:.1f}%"
+    return Text(
+        f"goodput  {goodput['good']} good of {goodput['offered']} offered, attainment {attainment}"
+        f", failed {goodput['failed']}, rejected {goodput['rejected']}\n"
+        f"latency  TTFT p50/p99 {_ms(goodput['ttft_s'])} ms, TPOT p50/p99 {_ms(goodput['tpot_s'])} ms\n"
+        f"missed   {missed}"
+    )
+
+
+def _ms(quantiles: dict[str, float | None]) -> str:
+    return " / ".join("-" if quantiles[q] is None else f"{1e3 * float(quantiles[q] or 0):.1f}" for q in ("p50", "p99"))
+
+
+def _pairs(pairs: list[dict[str, Any]]) -> Any:
+    from rich.text import Text
+
+    waiting = [f"{p['prefill']} -> {p['decode']}: {p['state']}" for p in pairs if p["state"] != "ready"]
+    ready = sum(p["state"] == "ready" for p in pairs)
+    return Text(f"pairs ready to transfer: {ready} of {len(pairs)}" + ("; " + "; ".join(waiting) if waiting else ""))
