@@ -13,6 +13,9 @@ from cluster.commands.output import err, print_json
 def command(
     file: Annotated[Path, typer.Argument(help="an experiment, e.g. loadtests/experiments/pd-ratio.yaml")],
     out: Annotated[Path | None, typer.Option(help="folder for the report; default out/experiments/NAME")] = None,
+    live: Annotated[
+        bool, typer.Option("--live", help="start each combination on Ray and load it over HTTP, in real time")
+    ] = False,
     seeds: Annotated[str | None, typer.Option(help="instead of the file's, e.g. 1,2,3")] = None,
     json: Annotated[bool, typer.Option("--json", help="one JSON object on stdout")] = False,
 ) -> None:
@@ -41,8 +44,13 @@ def command(
             bar.update(task, advance=1 if started else 0, description=label[:60])
             started = True
 
-        result = experiment.run(spec, progress)
-    shown = f"pdserve experiment {file}"
+        if live:
+            from cluster.commands.experiment_live import served
+
+            result = experiment.run(spec, progress, served)
+        else:
+            result = experiment.run(spec, progress)
+    shown = f"pdserve experiment {file}" + (" --live" if live else "")
     files = report.write(result, folder, shown)
     rows = experiment.averaged(result.cases)
     target = report.attainment_target(result)

@@ -21,6 +21,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -213,38 +214,57 @@ def count(spec: Spec) -> int:
     return math.prod(len(v) for v in variants(spec).values()) * max(1, len(spec.rates)) * len(spec.seeds)
 
 
-def run(spec: Spec, progress: Callable[[str], None] = lambda _label: None) -> Result:
-    """Run everything; `progress` is called before each run with its label."""
+Measure = Callable[[Workload, int], Run]
+Cluster = Callable[[ClusterConfig], AbstractContextManager[Measure]]
+
+
+@contextmanager
+def simulated(config: ClusterConfig) -> Iterator[Measure]:
+    """A cluster in virtual time. Each measurement starts from an empty one."""
+    yield lambda workload, seed: simulate(config, workload.arrivals(seed=seed), seed, Options(seed=seed))
+
+
+def run(spec: Spec, progress: Callable[[str], None] = lambda _label: None, cluster: Cluster = simulated) -> Result:
+    """Run everything.
+
+    Args:
+        progress: called before each run with its label.
+        cluster: starts what is measured, once a combination; the default is the simulator.
+
+    Raises:
+        UserError: not one combination can run.
+    """
     cases: list[Case] = []
     latencies: dict[str, dict[str, list[float]]] = {}
     timeline: Run | None = None
     timeline_label = ""
-    rates: tuple[float | None, ...] = spec.rates or (None,)
     drawn_rate = _nearest(spec.report.at_rate, spec.rates)
     wanted = {axis: str(value) for axis, value in spec.report.timeline.items()}
     for choice, settings in combinations(spec):
-        for rate in rates:
-            for seed in spec.seeds:
-                case = Case(choice, rate, seed)
-                progress(f"{case.label} at {rate:g}/s" if rate is not None else case.label)
-                cases.append(case)
-                try:
-                    config, workload = apply(spec, settings)
-                    arrivals = list(at_rate(workload, rate).arrivals(seed=seed))
-                    done = simulate(config, arrivals, seed, Options(seed=seed))
-                except UserError as e:
-                    case.impossible = str(e)
-                    continue
-                case.figures, case.tenants = summary(done), by_tenant(done)
-                if seed == spec.seeds[0]:
+        own = [Case(choice, rate, seed) for rate in (spec.rates or (None,)) for seed in spec.seeds]
+        cases += own
+        try:
+            config, workload = apply(spec, settings)
+            with cluster(config) as measure:
+                for case in own:
+                    progress(f"{case.label} at {case.rate:g}/s" if case.rate is not None else case.label)
+                    asked = at_rate(workload, case.rate)
+                    done = measure(asked, case.seed)
+                    case.figures, case.tenants = summary(done), by_tenant(done)
+                    if case.seed != spec.seeds[0]:
+                        continue
                     # For `pdserve diagnose`; one seed tells what the others would.
                     counters = {"preemptions": float(done.preemptions)}
-                    prompts = [a.prompt for a in arrivals]
+                    prompts = [a.prompt for a in asked.arrivals(seed=case.seed)]
                     case.evidence = gather(done.records, config.slo.to_slo(), prompts=prompts, engine=counters)
-                if rate == drawn_rate and seed == spec.seeds[0]:
-                    latencies[case.label] = _latencies(done)
-                    if timeline is None and all(choice.get(a) == v for a, v in wanted.items()):
-                        timeline, timeline_label = done, case.label
+                    if case.rate == drawn_rate:
+                        latencies[case.label] = _latencies(done)
+                        if timeline is None and all(choice.get(a) == v for a, v in wanted.items()):
+                            timeline, timeline_label = done, case.label
+        except UserError as e:
+            for case in own:
+                if not case.figures:
+                    case.impossible = str(e)
     if all(case.impossible for case in cases):
         raise UserError(f"experiment: no combination can run: {cases[0].impossible}")
     return Result(spec, cases, latencies, timeline, timeline_label)
