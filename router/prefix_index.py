@@ -77,8 +77,10 @@ class PrefixIndex:
             return
         lane = self._lane(worker_id)
         rows = self._rows
-        missing = sum(key not in rows for key in keys) + (parent is not None and parent not in rows)
-        overflow = len(rows) + missing - self.max_blocks
+        overflow = len(rows) + len(keys) + 1 - self.max_blocks
+        if overflow > 0:  # only then is it worth counting exactly
+            missing = sum(key not in rows for key in keys) + (parent is not None and parent not in rows)
+            overflow = len(rows) + missing - self.max_blocks
         if overflow > 0:
             if missing > self.max_blocks:
                 fits = max(0, self.max_blocks - 1)
