@@ -37,6 +37,8 @@ def command(
     from cluster.sim.trace import write_chrome_trace
 
     config = load(config_path)
+    if not config.engine.simulated and not any(p and p.simulated for p in (config.pools.prefill, config.pools.decode)):
+        err.print("engine.simulated is empty: steps take what the linear default says, a 7B-class model on one GPU")
     what = _workload(workload)
     if what.slo is not None and "slo" not in config.model_fields_set:
         config = config.model_copy(update={"slo": what.slo})

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from cluster.config import ClusterConfig, parse
+from cluster.engine.simulation.settings import engine_spec
 from cluster.errors import ConfigError
-from cluster.messages import Outcome, Path, RequestRecord, Stage
+from cluster.messages import Outcome, Path, RequestRecord, Role, Stage
 from cluster.sim.fleet import Fleet, Options
 from cluster.sim.run import simulate
 from cluster.sim.trace import chrome_trace
@@ -252,3 +253,16 @@ def test_mistakes() -> None:
         simulate(config(simulated={"times": "roofline", "model": "llama-3.1-70b", "kv_blocks": None}), [])
     with pytest.raises(ConfigError, match=r"engine\.simulated\.max_num_batched_tokens|max_num_batched_tokens 16"):
         simulate(config(simulated={"max_num_batched_tokens": 16}), [])
+
+
+def test_one_file_describes_the_live_and_the_simulated_cluster() -> None:
+    cluster = parse(
+        {
+            "engine": {"args": {"max_num_seqs": 48, "block_size": 32}, "simulated": {"max_num_batched_tokens": 4096}},
+            "pools": {"decode": {"engine_args": {"max_num_seqs": 96}, "simulated": {"kv_blocks": 77}}},
+        }
+    )
+    prefill, decode = (engine_spec(cluster, role).scheduler for role in (Role.PREFILL, Role.DECODE))
+    assert (prefill.max_num_seqs, decode.max_num_seqs) == (48, 96)
+    assert (prefill.block_size_tokens, decode.block_size_tokens, decode.kv_blocks) == (32, 32, 77)
+    assert prefill.max_num_batched_tokens == 4096

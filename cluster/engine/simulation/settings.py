@@ -6,11 +6,13 @@
     pools:
       decode: {simulated: {hardware: H200}}        # overrides, key by key
 
-The live pools and the simulator build their engines from the same `EngineSpec`.
+`engine.args` and `pools.*.engine_args` of vLLM count too where they mean the same (`VLLM_ARGUMENTS`), unless
+`simulated` says otherwise. The live pools and the simulator build their engines from the same `EngineSpec`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -33,6 +35,12 @@ DEFAULT_KV_BYTES_PER_TOKEN = 131_072
 # What an engine keeps for activations, graphs and the runtime beside weights and KV.
 RUNTIME_BYTES = 6 * 2**30
 MEMORY_UTILIZATION = 0.92
+VLLM_ARGUMENTS = {
+    "max_num_seqs": "max_num_seqs",
+    "max_num_batched_tokens": "max_num_batched_tokens",
+    "block_size": "block_size_tokens",
+    "enable_prefix_caching": "prefix_caching",
+}
 
 
 class LinearSettings(Section):
@@ -218,8 +226,9 @@ def engine_spec(config: ClusterConfig, role: Role) -> EngineSpec:
 
 def _settings(config: ClusterConfig, role: Role) -> SimulatedSettings:
     common, own = config.engine.simulated, config.pool(role).simulated
+    vllm, pool_vllm = _of_vllm(config.engine.args), _of_vllm(config.pool(role).engine_args)
     try:
-        return SimulatedSettings.model_validate({**common, **own})
+        return SimulatedSettings.model_validate({**vllm, **common, **pool_vllm, **own})
     except ValidationError as e:
         first = min(e.errors(include_url=False), key=lambda m: m["type"] != "extra_forbidden")
         loc = first["loc"]
@@ -230,6 +239,11 @@ def _settings(config: ClusterConfig, role: Role) -> SimulatedSettings:
         message = first["msg"].removeprefix("Value error, ")
         problem = message if isinstance(first["input"], dict) else f"{first['input']!r}: {message.lower()}"
         raise ConfigError(path, problem) from None
+
+
+def _of_vllm(args: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM's own arguments that mean the same here, so that one file describes the live and the simulated cluster."""
+    return {ours: args[theirs] for theirs, ours in VLLM_ARGUMENTS.items() if theirs in args}
 
 
 def _kv_blocks(shape: ModelShape, settings: SimulatedSettings, tp: int, pp: int, role: Role) -> int:
