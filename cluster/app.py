@@ -69,7 +69,7 @@ def _pool(config: ClusterConfig, role: Role) -> Any:
         "graceful_shutdown_wait_loop_s": 0.2,
         "health_check_period_s": 2,
         "health_check_timeout_s": 30,
-        "request_router_config": RequestRouterConfig(request_router_class=PinnedRequestRouter),
+        "request_router_config": RequestRouterConfig(request_router_class=PinnedRequestRouter),  # type: ignore[arg-type]
         **_size(config, role, pool.replicas.start),
         **ray_options(config, role),
     }

@@ -14,6 +14,7 @@ from cluster.config import ClusterConfig, parse
 from cluster.engine.factory import create_engine
 from cluster.logs import use_serve_log
 from cluster.messages import Role
+from cluster.node import node_ip
 from cluster.wire import LegCall, LegEnd
 from cluster.worker import Worker, describe
 
@@ -31,7 +32,7 @@ class PoolReplica:
         context = serve.get_replica_context()
         labels = ray.get_runtime_context().get_node_labels()
         self._rack = labels.get(self._config.network.rack_label, "")
-        host = self._config.network.host or ray.util.get_node_ip_address()
+        host = self._config.network.host or node_ip()
         engine = await create_engine(
             self._config,
             self.role,

@@ -11,7 +11,6 @@ from collections import deque
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
@@ -24,6 +23,7 @@ from cluster.goodput.metrics import CONTENT_TYPE, Metrics
 from cluster.logs import use_serve_log
 from cluster.messages import RequestRecord, Role, WorkerInfo
 from cluster.models.resolve import resolve
+from cluster.node import node_ip
 from kv_transfer.settings import TICKET_REQUEST
 from router.admission import Admission
 from router.decision_file import watch
@@ -55,8 +55,8 @@ ROUTER = "router"
 class Router:
     """One router replica. Knows every worker, holds no KV and no weights."""
 
-    async def __init__(
-        self, config: dict[str, Any], decode: DeploymentHandle, prefill: DeploymentHandle | None = None
+    async def __init__(  # type: ignore[misc]
+        self, config: dict[str, Any], decode: DeploymentHandle[Any], prefill: DeploymentHandle[Any] | None = None
     ) -> None:
         self._config: ClusterConfig = parse(config)
         self._started_s = time.monotonic()
@@ -110,7 +110,7 @@ class Router:
         self._events: KvEventReader | None = None
         self.warmup = Warmup(self.dispatcher, vllm_config.model_config.get_vocab_size(), tp_pairs)
         self.dispatcher.worker_listeners += [self._follow_events, self.warmup.on_worker]
-        host = self._config.network.host or ray.util.get_node_ip_address()
+        host = self._config.network.host or node_ip()
         await self.transport.start(self.dispatcher, self._router_id, host)
         self._openai = await build_openai_app(self.client, self._server_arguments(model.path))
 
@@ -158,7 +158,7 @@ class Router:
         self._draining = True
         self.warmup.stop()
         waited_for = self.dispatcher.running
-        while self.dispatcher.running:
+        while self.dispatcher.running:  # noqa: ASYNC110 - once in a router's life; an event would cost every request
             await asyncio.sleep(0.05)
         return waited_for
 
@@ -225,7 +225,14 @@ class Router:
             mark(worker_id, quality is Quality.EXACT)
 
     def _server_arguments(self, model_path: str) -> list[str]:
-        arguments = ["--model", model_path, "--served-model-name", served_name(self._config), "--no-enable-log-requests"]
+        arguments = [
+            "--model",
+            model_path,
+            "--served-model-name",
+            served_name(self._config),
+            "--no-enable-log-requests",
+        ]
+        arguments.append("--enable-prompt-tokens-details")
         if self._config.model.max_model_len is not None:
             arguments += ["--max-model-len", str(self._config.model.max_model_len)]
         if self._config.router.http.allow_chat_template:

@@ -30,7 +30,6 @@ from cluster.messages import (
     Rejection,
     Request,
     RequestRecord,
-    Role,
     Ticket,
     WorkerInfo,
     WorkerSnapshot,
@@ -98,7 +97,9 @@ class Job(Protocol):
 
     def restart(self, choice: int) -> None: ...
 
-    def end(self, outcome: Outcome, error: PdserveError | None, finish_reason: str | None, record: RequestRecord) -> None: ...
+    def end(
+        self, outcome: Outcome, error: PdserveError | None, finish_reason: str | None, record: RequestRecord
+    ) -> None: ...
 
 
 Deliver = Callable[[list[tuple[Any, int, EngineDelta, int | None]]], list[tuple[Any, int]]]
@@ -241,7 +242,9 @@ class Dispatcher:
             elif output.offset_tokens != run.leg_tokens(choice):
                 self._leg_failed(output.request_id, leg, WorkerLost("output was lost on the way", worker_id=worker_id))
             elif output.finish_reason in ("abort", "error"):
-                self._leg_failed(output.request_id, leg, EngineFailed("the engine ended the request", worker_id=worker_id))
+                self._leg_failed(
+                    output.request_id, leg, EngineFailed("the engine ended the request", worker_id=worker_id)
+                )
             else:
                 if output.offset_tokens == 0 and output.token_ids:
                     peer = run.placement.prefill if run.placement is not None and output.external_tokens else None
@@ -319,9 +322,7 @@ class Dispatcher:
                 case msg.CancelDecode():
                     self._cancel_leg(run, action.attempt, action.choice)
                 case msg.SetTimer():
-                    run.set_timer(
-                        asyncio.get_running_loop().call_later(action.after_s, self._on_timer, run)
-                    )
+                    run.set_timer(asyncio.get_running_loop().call_later(action.after_s, self._on_timer, run))
                 case msg.Suspect():
                     self._suspect(action)
                 case msg.Finish():
@@ -414,7 +415,13 @@ class Dispatcher:
         leg_id = f"{run.request.request_id}-{action.attempt}d{action.choice}"
         ticket = action.ticket.kv_transfer_params if action.ticket is not None and action.choice == 0 else None
         run.start_leg(action.choice)
-        self._open(run, action.attempt, action.choice, action.worker, self._engine_request(run, leg_id, prompt, sampling, ticket))
+        self._open(
+            run,
+            action.attempt,
+            action.choice,
+            action.worker,
+            self._engine_request(run, leg_id, prompt, sampling, ticket),
+        )
 
     def _engine_request(
         self, run: Run, leg_id: str, prompt: list[int], sampling: Any, ticket: Any = None

@@ -18,7 +18,18 @@ from router.gateway.context import current
 class ClientJob:
     """One client request between vLLM's layer and the dispatcher."""
 
-    __slots__ = ("cache_salt", "forced", "generation", "local_only", "lora", "priority", "request", "streaming", "trace_headers", "_client")
+    __slots__ = (
+        "_client",
+        "cache_salt",
+        "forced",
+        "generation",
+        "local_only",
+        "lora",
+        "priority",
+        "request",
+        "streaming",
+        "trace_headers",
+    )
 
     def __init__(self, client: ClusterEngineClient, generation: Generation, request: Request) -> None:
         self._client = client
@@ -81,9 +92,7 @@ class ClusterEngineClient(ServingClient):
         """What the pure policies see of it."""
         context = current()
         lora = getattr(generation.lora, "lora_name", None)
-        keys = block_keys(
-            generation.prompt_token_ids, self._key_block_tokens(), namespace(generation.cache_salt, lora)
-        )
+        keys = block_keys(generation.prompt_token_ids, self._key_block_tokens(), namespace(generation.cache_salt, lora))
         return Request(
             request_id=generation.request_id,
             arrival_s=context.arrival_s or time.monotonic(),

@@ -121,11 +121,11 @@ class Placer:
         self.pairing.add(info)
         self._ready = dict.fromkeys(Role)
 
-    def pause_worker(self, worker_id: str, now: float) -> None:  # noqa: ARG002 - every event carries its time
+    def pause_worker(self, worker_id: str, now: float) -> None:
         """A worker is not trusted now: it is not chosen until `add_worker`. Its events still keep the index right."""
         self._drop(worker_id)
 
-    def remove_worker(self, worker_id: str, now: float) -> None:  # noqa: ARG002
+    def remove_worker(self, worker_id: str, now: float) -> None:
         """A worker died or left. It is chosen no more and the index forgets its blocks; unknown ids are ignored."""
         self._drop(worker_id)
         self._approximate.pop(worker_id, None)

@@ -38,11 +38,11 @@ class RoundRobin:
     def __init__(self) -> None:
         self._turn = {"prefill": 0, "decode": 0}
 
-    def prefill(self, workers: Sequence[WorkerLoad], request: Request, rng: random.Random) -> WorkerLoad:  # noqa: ARG002
+    def prefill(self, workers: Sequence[WorkerLoad], request: Request, rng: random.Random) -> WorkerLoad:
         self._turn["prefill"] += 1
         return workers[self._turn["prefill"] % len(workers)]
 
-    def decode(self, workers: Sequence[WorkerLoad], request: Request, rng: random.Random) -> WorkerLoad:  # noqa: ARG002
+    def decode(self, workers: Sequence[WorkerLoad], request: Request, rng: random.Random) -> WorkerLoad:
         self._turn["decode"] += 1
         return workers[self._turn["decode"] % len(workers)]
 
@@ -53,7 +53,7 @@ class RoundRobin:
 class LeastLoaded:
     """The worker with the fewest unfinished requests."""
 
-    def prefill(self, workers: Sequence[WorkerLoad], request: Request, rng: random.Random) -> WorkerLoad:  # noqa: ARG002
+    def prefill(self, workers: Sequence[WorkerLoad], request: Request, rng: random.Random) -> WorkerLoad:
         return _least_loaded(workers, rng)
 
     decode = prefill
@@ -65,7 +65,7 @@ class LeastLoaded:
 class PowerOfTwo:
     """The less loaded of two drawn at random (Mitzenmacher, 2001)."""
 
-    def prefill(self, workers: Sequence[WorkerLoad], request: Request, rng: random.Random) -> WorkerLoad:  # noqa: ARG002
+    def prefill(self, workers: Sequence[WorkerLoad], request: Request, rng: random.Random) -> WorkerLoad:
         return _least_loaded(rng.sample(list(workers), min(2, len(workers))), rng)
 
     decode = prefill
@@ -97,7 +97,7 @@ class ApproximateAffinity:
             return best
         return min(workers, key=lambda w: (self._index.held_blocks(w.info.worker_id), rng.random()))
 
-    def decode(self, workers: Sequence[WorkerLoad], request: Request, rng: random.Random) -> WorkerLoad:  # noqa: ARG002
+    def decode(self, workers: Sequence[WorkerLoad], request: Request, rng: random.Random) -> WorkerLoad:
         return _least_loaded(workers, rng)
 
     def placed(self, request: Request, prefill: WorkerLoad | None, decode: WorkerLoad) -> None:

@@ -17,7 +17,13 @@ from router.warmup import Warmup
 
 
 def router_status(
-    router_id: str, config: ClusterConfig, dispatcher: Dispatcher, placer: Placer, warmup: Warmup, metrics: Metrics, started_s: float
+    router_id: str,
+    config: ClusterConfig,
+    dispatcher: Dispatcher,
+    placer: Placer,
+    warmup: Warmup,
+    metrics: Metrics,
+    started_s: float,
 ) -> dict[str, Any]:
     roles = [Role.DECODE] if config.colocated else [Role.PREFILL, Role.DECODE]
     return {

@@ -42,7 +42,7 @@ class Events(Protocol):
 
 
 class Transport(Protocol):
-    """How the dispatcher reaches workers. Live over Serve and links; in tests and parity runs over simulated engines."""
+    """How the dispatcher reaches workers: live over Serve and links, in tests over simulated engines."""
 
     def open(self, worker: WorkerInfo, kind: LegKind, request: EngineRequest) -> None:
         """Start a leg; its id is `request.request_id`. Always answered by one `on_leg_end`."""
@@ -65,7 +65,7 @@ class ServeTransport:
     def __init__(
         self,
         application: str,
-        handles: dict[Role, DeploymentHandle],
+        handles: dict[Role, DeploymentHandle[Any]],
         deployments: dict[Role, str],
         sampling_for_engine: Callable[[Any], Any] = lambda sampling: sampling,
     ) -> None:
@@ -94,7 +94,7 @@ class ServeTransport:
                 )
             )
             # The request router of a handle is made with its first use; without one, no replica is known.
-            handle._init()
+            handle._init()  # type: ignore[no-untyped-call]
 
     async def close(self) -> None:
         for watch in self._watches:
@@ -143,7 +143,7 @@ class ServeTransport:
         if message.outputs:
             self._events.on_outputs(worker_id, message.outputs)
 
-    def _on_link_lost(self, worker_id: str, incarnation: str) -> None:  # noqa: ARG002 - part of the callback
+    def _on_link_lost(self, worker_id: str, incarnation: str) -> None:
         """The worker's legs of this router have ended with the link; what it still holds, its calls tell."""
         for leg_id, (owner, _, _) in list(self._calls.items()):
             if owner == worker_id:

@@ -82,7 +82,7 @@ class Warmup:
 
 class _WarmJob:
     streaming = True
-    cache_salt = "pdserve-warm-up"
+    cache_salt: str | None = "pdserve-warm-up"
     priority = 0
     lora = None
     trace_headers = None

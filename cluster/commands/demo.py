@@ -131,12 +131,15 @@ def timeline(result: dict[str, Any], record: dict[str, Any]) -> Any:
     notes = {
         "router_queue": "tokenized, placed",
         "prefill_queue": "call, wait",
-        "prefill_compute": f"{prefill['replica']}: {prefill['computed_tokens']} tokens, {prefill['cached_tokens']} cached",
+        "prefill_compute": f"{prefill['replica']}: {prefill['computed_tokens']} tokens,"
+        f" {prefill['cached_tokens']} cached",
         "kv_transfer": f"{transfer['blocks']} block(s), {transfer['bytes']:,} bytes",
         "decode_queue": "call, wait",
         "decode_step": f"{decode['replica']}: first token",
     }
-    table = Table(show_header=True, title="time to the first token", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table = Table(
+        show_header=True, title="time to the first token", title_justify="left", box=None, padding=(0, 2, 0, 0)
+    )
     table.add_column("stage")
     table.add_column("ms", justify="right")
     table.add_column("")
@@ -152,5 +155,6 @@ def timeline(result: dict[str, Any], record: dict[str, Any]) -> Any:
         offset += seconds
         table.add_row(stage.replace("_", " "), f"{1e3 * seconds:.1f}", " " * start + "█" * max(1, end - start), note)
     tpot = f"{result['tpot_ms']:.1f} ms" if result["tpot_ms"] is not None else "-"
-    last = f"TTFT {result['ttft_ms']:.1f} ms, then {decode['tokens']} tokens with TPOT {tpot} on replica {decode['replica']}"
+    ttft = f"{result['ttft_ms']:.1f} ms" if result["ttft_ms"] is not None else "-"
+    last = f"TTFT {ttft}, then {decode['tokens']} tokens with TPOT {tpot} on replica {decode['replica']}"
     return Group(table, Text(last))

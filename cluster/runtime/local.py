@@ -126,7 +126,9 @@ def start(
         )
     except (ConnectionError, RuntimeError, ValueError) as e:
         what = f"no Ray cluster at {address}" if address else "Ray did not start"
-        raise UserError(f"--address: {what} ({_line(e)}); start one with `ray start --head` or leave the option out") from e
+        raise UserError(
+            f"--address: {what} ({_line(e)}); start one with `ray start --head` or leave the option out"
+        ) from e
     if threading.current_thread() is threading.main_thread():
         for number, handler in handlers.items():  # Ray puts its own in their place
             signal.signal(number, handler)
@@ -260,7 +262,9 @@ def fetch_status(url: str) -> dict[str, Any]:
         response.raise_for_status()
         value: dict[str, Any] = response.json()
     except (httpx.HTTPError, ValueError) as e:
-        raise UserError(f"--url: no pdserve answers at {url} ({type(e).__name__}); start one with `pdserve serve CONFIG`") from e
+        raise UserError(
+            f"--url: no pdserve answers at {url} ({type(e).__name__}); start one with `pdserve serve CONFIG`"
+        ) from e
     return value
 
 
@@ -282,7 +286,8 @@ def check_port(host: str, port: int) -> None:
             probe.bind((host, port))
         except OSError as e:
             raise UserError(
-                f"router.http.port: {port} on {host} cannot be used ({e.strerror}); stop what listens there or choose another"
+                f"router.http.port: {port} on {host} cannot be used ({e.strerror});"
+                " stop what listens there or choose another"
             ) from e
 
 

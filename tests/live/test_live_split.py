@@ -1,4 +1,4 @@
-"""1P1D with real engines behind `pdserve serve`: the split answers exactly like one engine, and leaves nothing behind."""
+"""1P1D with real engines behind `pdserve serve`: it answers exactly like one engine and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -121,7 +121,12 @@ def test_the_openai_sdk(served: Served, client: openai.OpenAI) -> None:
     assert chat.choices[0].finish_reason == "stop"
     deltas, usages, reasons = [], [], []
     for chunk in client.chat.completions.create(
-        model=MODEL, messages=question, max_tokens=20, temperature=0, stream=True, stream_options={"include_usage": True}
+        model=MODEL,
+        messages=question,
+        max_tokens=20,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
     ):
         usages += [chunk.usage] if chunk.usage else []
         for choice in chunk.choices:
@@ -136,15 +141,24 @@ def test_the_openai_sdk(served: Served, client: openai.OpenAI) -> None:
     again = client.completions.create(model=MODEL, prompt=prompt, n=3, temperature=1, seed=5, max_tokens=6)
     assert [c.index for c in three.choices] == [0, 1, 2]
     assert [c.text for c in three.choices] == [c.text for c in again.choices], "a seed gives the same samples"
-    assert three.usage.prompt_tokens == client.completions.create(model=MODEL, prompt=prompt, max_tokens=1).usage.prompt_tokens
+    assert (
+        three.usage.prompt_tokens
+        == client.completions.create(model=MODEL, prompt=prompt, max_tokens=1).usage.prompt_tokens
+    )
 
-    logprobs = client.chat.completions.create(
-        model=MODEL, messages=question, max_tokens=8, temperature=0, logprobs=True, top_logprobs=5
-    ).choices[0].logprobs
+    logprobs = (
+        client.chat.completions.create(
+            model=MODEL, messages=question, max_tokens=8, temperature=0, logprobs=True, top_logprobs=5
+        )
+        .choices[0]
+        .logprobs
+    )
     assert logprobs is not None and logprobs.content is not None
     assert len(logprobs.content) == 8 and all(len(entry.top_logprobs) == 5 for entry in logprobs.content)
 
-    stopped = client.chat.completions.create(model=MODEL, messages=question, max_tokens=20, temperature=0, stop=["Japan"])
+    stopped = client.chat.completions.create(
+        model=MODEL, messages=question, max_tokens=20, temperature=0, stop=["Japan"]
+    )
     assert (stopped.choices[0].message.content, stopped.choices[0].finish_reason) == ("The capital of ", "stop")
 
     schema = {"type": "object", "properties": {"a": {"enum": ["x"]}}, "required": ["a"], "additionalProperties": False}
@@ -194,10 +208,12 @@ def test_a_client_that_leaves_at_any_moment_leaves_nothing_behind(served: Served
         tokens = [(7 * i + number) % 1900 + 20 for i in range(rng.choice([20, 300, 1200]))]
         moment = rng.choice([0.0, 0.005, 0.02, 0.05, 0.1, 0.3])
         try:
-            with httpx.Client(timeout=httpx.Timeout(30, read=moment + 0.001)) as http:
-                with http.stream("POST", f"{served.url}/v1/completions", json={**body, "prompt": tokens}) as answer:
-                    for _ in answer.iter_bytes():
-                        time.sleep(moment / 4)
+            with (
+                httpx.Client(timeout=httpx.Timeout(30, read=moment + 0.001)) as http,
+                http.stream("POST", f"{served.url}/v1/completions", json={**body, "prompt": tokens}) as answer,
+            ):
+                for _ in answer.iter_bytes():
+                    time.sleep(moment / 4)
         except httpx.HTTPError:
             pass
 
@@ -238,7 +254,11 @@ def test_a_signal_lets_running_streams_finish_and_leaves_no_process_or_port(serv
         client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=120)
         try:
             for chunk in client.completions.create(
-                model=MODEL, prompt="Once upon a time", max_tokens=300, temperature=0, stream=True,
+                model=MODEL,
+                prompt="Once upon a time",
+                max_tokens=300,
+                temperature=0,
+                stream=True,
                 extra_body={"ignore_eos": True},
             ):
                 started.set()

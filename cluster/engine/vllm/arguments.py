@@ -10,8 +10,19 @@ from cluster.errors import ConfigError
 from cluster.messages import Role
 
 # Set by pdserve; a user's own value for one of these would break the split in a way that shows up late.
-RESERVED = ("kv_transfer_config", "kv_events_config", "worker_extension_cls", "tensor_parallel_size",
-            "pipeline_parallel_size", "data_parallel_size", "model", "tokenizer", "revision", "max_model_len", "dtype")
+RESERVED = (
+    "kv_transfer_config",
+    "kv_events_config",
+    "worker_extension_cls",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "data_parallel_size",
+    "model",
+    "tokenizer",
+    "revision",
+    "max_model_len",
+    "dtype",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,13 @@ from kv_transfer.compatibility import cache_scales, rope_of
 
 
 def worker_info(
-    config: ClusterConfig, role: Role, settings: EngineSettings, vllm_config: Any, worker_id: str, incarnation: str, node: str
+    config: ClusterConfig,
+    role: Role,
+    settings: EngineSettings,
+    vllm_config: Any,
+    worker_id: str,
+    incarnation: str,
+    node: str,
 ) -> WorkerInfo:
     """The engine's constants, read from the configuration that vLLM resolved."""
     pool = config.pool(role)

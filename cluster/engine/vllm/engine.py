@@ -166,7 +166,10 @@ class VllmEngine:
                     if delta.finish_reason is not None:
                         self._forget(output.request_id)
                     if failed_pull:
-                        sink(output.request_id, TransferFailed("the KV could not be pulled", worker_id=self._info.worker_id))
+                        sink(
+                            output.request_id,
+                            TransferFailed("the KV could not be pulled", worker_id=self._info.worker_id),
+                        )
                     else:
                         sink(output.request_id, delta)
                 stats = outputs.scheduler_stats

@@ -41,12 +41,21 @@ def prepare(config: ClusterConfig, role: Role, *, host: str) -> EngineSettings:
         "buffer_steps": 10_000,
     }
     executor = replica_layout(config, role, on_cpu=on_cpu).executor
-    return EngineSettings(model.path, transfer.kv_transfer_config, events, environment, reservation, kv_bytes, executor)
+    return EngineSettings(
+        model_path=model.path,
+        kv_transfer=transfer.kv_transfer_config,
+        kv_events=events,
+        environment=environment,
+        ports=reservation,
+        kv_cache_bytes=kv_bytes,
+        executor=executor,
+        eager=eager,
+    )
 
 
 def base_environment(config: ClusterConfig, local_model: bool) -> dict[str, str]:
     """For every process that imports vLLM, the router too."""
-    environment = {"VLLM_LOGGING_LEVEL": config.engine.log_level}
+    environment: dict[str, str] = {"VLLM_LOGGING_LEVEL": config.engine.log_level}
     if local_model:
         environment["HF_HUB_OFFLINE"] = "1"
     return environment

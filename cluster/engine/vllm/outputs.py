@@ -89,14 +89,22 @@ def from_delta(request_id: str, delta: EngineDelta, prompt_tokens: int, cached_t
 def _pack(token_ids: Any, logprobs: Any, ranks: Any) -> tuple[int, int, bytes, bytes, bytes]:
     ids = np.ascontiguousarray(token_ids, dtype=np.int32)
     rows, columns = ids.shape
-    return (rows, columns, ids.tobytes(), np.ascontiguousarray(logprobs, dtype=np.float32).tobytes(),
-            np.ascontiguousarray(ranks, dtype=np.int32).tobytes())
+    return (
+        rows,
+        columns,
+        ids.tobytes(),
+        np.ascontiguousarray(logprobs, dtype=np.float32).tobytes(),
+        np.ascontiguousarray(ranks, dtype=np.int32).tobytes(),
+    )
 
 
 def _unpack(packed: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     rows, columns, ids, logprobs, ranks = packed
-    return (np.frombuffer(ids, np.int32).reshape(rows, columns), np.frombuffer(logprobs, np.float32).reshape(rows, columns),
-            np.frombuffer(ranks, np.int32))
+    return (
+        np.frombuffer(ids, np.int32).reshape(rows, columns),
+        np.frombuffer(logprobs, np.float32).reshape(rows, columns),
+        np.frombuffer(ranks, np.int32),
+    )
 
 
 def _prompt_logprobs(packed: Any) -> LogprobsTensors | None:
@@ -104,4 +112,5 @@ def _prompt_logprobs(packed: Any) -> LogprobsTensors | None:
         return None
     import torch
 
-    return LogprobsTensors(*(torch.from_numpy(a.copy()) for a in _unpack(packed)))
+    ids, logprobs, ranks = (torch.from_numpy(a.copy()) for a in _unpack(packed))
+    return LogprobsTensors(ids, logprobs, ranks)

@@ -29,7 +29,7 @@ from cluster.engine.vllm.outputs import from_delta
 from cluster.engine.vllm.sampling import continued
 from cluster.errors import BadRequest, PdserveError, RequestError
 
-SUPPORTED_TASKS = ("generate",)
+SUPPORTED_TASKS: tuple[Any, ...] = ("generate",)
 
 
 @dataclass(slots=True, eq=False)
@@ -41,7 +41,7 @@ class Generation:
         sampling: parameters of each choice; `n` of them.
         streaming: whether tokens reach the client before the end.
         movable: whether another engine can continue after tokens were sent.
-        whole_prompt: the client wants log probabilities of the prompt, which only the engine that computes all of it has.
+        whole_prompt: the client wants the prompt's log probabilities: only an engine that computes all of it has them.
         tokens: output tokens of each choice that the client has been given.
     """
 
@@ -152,7 +152,7 @@ class ServingClient(EngineClient):
 
     # EngineClient
 
-    async def generate(  # type: ignore[override]
+    async def generate(
         self,
         prompt: Any,
         sampling_params: SamplingParams,
@@ -385,7 +385,7 @@ def server_arguments(arguments: list[str]) -> Namespace:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    args: Namespace = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
+    args: Namespace = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)  # type: ignore[no-untyped-call]
     if args.served_model_name is None:
         args.served_model_name = [args.model]
     return args
