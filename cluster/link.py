@@ -110,9 +110,7 @@ class _Accepted(_Frames):
 class LinkServer:
     """The router's side: workers connect, after a call told them the address."""
 
-    def __init__(
-        self, on_message: Callable[[str, str, Message], None], on_lost: Callable[[str, str], None]
-    ) -> None:
+    def __init__(self, on_message: Callable[[str, str, Message], None], on_lost: Callable[[str, str], None]) -> None:
         self.on_message = on_message
         self._on_lost = on_lost
         self._links: dict[str, _Accepted] = {}
@@ -167,7 +165,9 @@ class LinkServer:
 class LinkClient(_Frames):
     """The worker's side of the link to one router."""
 
-    def __init__(self, router_id: str, on_message: Callable[[str, Message], None], on_lost: Callable[[str], None]) -> None:
+    def __init__(
+        self, router_id: str, on_message: Callable[[str, Message], None], on_lost: Callable[[str], None]
+    ) -> None:
         super().__init__()
         self._router_id = router_id
         self._deliver = on_message

@@ -236,7 +236,9 @@ class Worker:
     def _expire(self, leg: _Leg) -> None:
         if not leg.ended.is_set():
             self.counts["expired"] += 1
-            log.warning("lease of %s was never settled; released after %.0f s", leg.call.request.request_id, self._lease_s)
+            log.warning(
+                "lease of %s was never settled; released after %.0f s", leg.call.request.request_id, self._lease_s
+            )
             leg.settled = "expired"
             leg.ended.set()
 

@@ -14,10 +14,14 @@ from cluster.commands.waiting import Waiting
 
 
 def command(
-    config: Annotated[Path | None, typer.Argument(help="YAML file; without one: 1 prefill and 1 decode engine of the embedded model")] = None,
+    config: Annotated[
+        Path | None, typer.Argument(help="YAML file; without one: 1 prefill and 1 decode engine of the embedded model")
+    ] = None,
     address: Annotated[str | None, typer.Option(help="a running Ray cluster; default: start one here")] = None,
     port: Annotated[int | None, typer.Option(help="instead of router.http.port")] = None,
-    model: Annotated[str | None, typer.Option(help="instead of model.id: embedded, smollm2, a Hugging Face id or a path")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="instead of model.id: embedded, smollm2, a Hugging Face id or a path")
+    ] = None,
     json_: Annotated[bool, typer.Option("--json", help="print one JSON object when ready")] = False,
 ) -> None:
     """Serve a model from a prefill and a decode pool, over OpenAI's API.
@@ -36,8 +40,10 @@ def command(
     if not stop.is_set():
         if json_:
             print_json({"url": cluster.url, "model": resolved.model.id, "ready_s": round(cluster.ready_s["total"], 2)})
-        err.print(f"[bold]pdserve[/] serves [cyan]{resolved.model.served_name or resolved.model.id}[/] at {cluster.url}/v1"
-                  f" (ready after {cluster.ready_s['total']:.0f} s); Ctrl-C ends it after its running requests")
+        err.print(
+            f"[bold]pdserve[/] serves [cyan]{resolved.model.served_name or resolved.model.id}[/] at {cluster.url}/v1"
+            f" (ready after {cluster.ready_s['total']:.0f} s); Ctrl-C ends it after its running requests"
+        )
         while not stop.wait(0.5):
             pass
     with Waiting("stopping") as waiting:

@@ -42,7 +42,7 @@ def serve_config_text(config: ClusterConfig) -> str:
 class _Dumper(yaml.SafeDumper):
     """Text of several lines as a block, lists indented like the hand-written files."""
 
-    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:  # noqa: ARG002
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
         super().increase_indent(flow, False)
 
 

@@ -65,7 +65,7 @@ class LinearTimes(StepTimes):
     def step_s(
         self,
         prefill: Sequence[tuple[int, int]],
-        decode_batch: int,  # noqa: ARG002 a sequence costs by its context alone
+        decode_batch: int,
         decode_context_tokens: int,
         draft_tokens: int = 0,
     ) -> float:

@@ -15,7 +15,7 @@ class Fixed(Section):
     dist: Literal["fixed"]
     tokens: int = Field(ge=1)
 
-    def sample(self, rng: Random) -> int:  # noqa: ARG002
+    def sample(self, rng: Random) -> int:
         return self.tokens
 
     @property

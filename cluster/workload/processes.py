@@ -22,7 +22,7 @@ class Constant(Section):
     process: Literal["constant"]
     rate_per_s: float = Field(gt=0)
 
-    def times(self, rng: Random) -> Iterator[float]:  # noqa: ARG002
+    def times(self, rng: Random) -> Iterator[float]:
         return (i / self.rate_per_s for i in count())
 
     def scaled(self, factor: float) -> Constant:

@@ -78,7 +78,7 @@ class Plain(Section):
         prefixes = [ids.new() for _ in range(self.groups)]
 
         class _Plain:
-            def next(_, at_s: float) -> Content:  # noqa: ARG002
+            def next(_, at_s: float) -> Content:
                 total = self.prompt_tokens.sample(rng)
                 shared = min(self.shared_tokens, total)
                 head: Prompt = ((prefixes[rng.randrange(self.groups)], shared),) if shared else ()
@@ -160,7 +160,7 @@ class Rag(Section):
         weights = _zipf(self.corpus_passages, self.zipf)
 
         class _Rag:
-            def next(_, at_s: float) -> Content:  # noqa: ARG002
+            def next(_, at_s: float) -> Content:
                 chosen: dict[int, None] = {}
                 while len(chosen) < min(self.passages, self.corpus_passages):
                     chosen[_pick(weights, rng)] = None
@@ -193,7 +193,7 @@ class Code(Section):
         cursor = [max(1, rng.randrange(n)) if n > 1 else 1 for n in length]
 
         class _Code:
-            def next(_, at_s: float) -> Content:  # noqa: ARG002
+            def next(_, at_s: float) -> Content:
                 i = _pick(weights, rng)
                 cursor[i] += self.typed_tokens.sample(rng)
                 if cursor[i] > length[i]:
@@ -238,7 +238,7 @@ class _AgentSource:
         self.system = (ids.new(), spec.system_tokens)
         self.tasks: list[_Task] = []
 
-    def next(self, at_s: float) -> Content:  # noqa: ARG002
+    def next(self, at_s: float) -> Content:
         spec, rng, ids = self.spec, self.rng, self.ids
         if len(self.tasks) < spec.concurrent_tasks:
             task = _Task(ids.new(), spec.steps.sample(rng))
@@ -279,7 +279,7 @@ class _BatchSource:
         self.document = (0, 0)
         self.asked = spec.questions
 
-    def next(self, at_s: float) -> Content:  # noqa: ARG002
+    def next(self, at_s: float) -> Content:
         spec, rng = self.spec, self.rng
         if self.asked >= spec.questions:
             self.document, self.asked = (self.ids.new(), spec.document_tokens.sample(rng)), 0
