@@ -43,7 +43,7 @@ class EngineDelta:
     `logprobs` and `prompt_logprobs` are the engine's own arrays, opaque here. `cached_tokens` (prompt tokens not
     computed here, pulled ones included), `external_tokens` (pulled ones) and the durations are set on the first
     delta; `kv_transfer_params` on the last of a prefill leg; `transfer_s` and `transfer_bytes` are measured by the
-    engine that pulled and set with the first delta where they are known. The durations are engine-side: arrival to first
+    engine that pulled and set with the first delta where known. The durations are engine-side: arrival to first
     scheduling, first scheduling to first token. `finish_reason` (stop, length, abort, error) is set on the last.
     """
 
