@@ -359,7 +359,8 @@ class Placer:
             p = baseline.prefill(next(ps for ps, sinks in groups if d in sinks), q.request, rng)
             return self.model.predict(q, p, d, now, Path.SPLIT)
         local = None
-        if forced is not None or self.config.conditional:
+        # One token is the prefill engine's own: it serves the request whole, and the decode pool never hears of it.
+        if forced is not None or (self.config.conditional and q.request.max_output_tokens > 1):
             local = self.model.local(q, decodes, now, rng, forced)
         split = None
         if forced is None:

@@ -667,3 +667,11 @@ def test_a_burst_between_snapshots_is_spread():
     places = [placed(placer, request(1000, rng), 0.001, rng) for _ in range(40)]
     assert max(Counter(p.prefill for p in places).values()) == 10
     assert max(Counter(p.decode for p in places).values()) <= 15
+
+
+def test_one_token_is_the_prefill_engines_own():
+    placer = cluster(1, 1)
+    short = placer.place(request(40, random.Random(1), output=200), 0.0, random.Random(1))
+    one = placer.place(request(40, random.Random(2), output=1), 0.0, random.Random(1))
+    assert short.path is not Path.SPLIT, "a short prompt is computed where it is decoded"
+    assert one.path is Path.SPLIT and one.prefill is not None
