@@ -118,8 +118,8 @@ class LimitsConfig(Section):
     prefill_s: float = Field(120, gt=0, description="prefill leg, from its start to the ticket")
     first_token_s: float = Field(60, gt=0, description="decode leg, from its start to the first token")
     idle_s: float = Field(60, gt=0, description="gap between two tokens")
-    attempts: int = Field(3, ge=1, le=16, description="places tried before the first token")
-    migrations: int = Field(2, ge=0, le=16, description="moves to another decode engine after the first token")
+    attempts: int = Field(4, ge=1, le=16, description="places tried before the first token")
+    migrations: int = Field(3, ge=0, le=16, description="moves to another decode engine after the first token")
     silent_s: float = Field(5, gt=0, description="a worker that owes a message and sends none counts as lost")
     stall_s: float = Field(10, gt=0, description="an engine that owes output and makes no step counts as lost")
 

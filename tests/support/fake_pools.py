@@ -51,6 +51,10 @@ class Leg:
     started: bool = False
     tokens: int = 0
     done: bool = False
+    context: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.context = list(self.prompt)
 
     @property
     def blocks(self) -> int:
@@ -119,10 +123,12 @@ class FakeWorker:
         if leg.kind == "prefill":
             leg.done = True
             return Output(leg.leg_id, 0, [1], "length", cached_tokens=0, kv_transfer_params={"lease": leg.leg_id})
-        before = leg.prompt + answer(leg.prompt, leg.tokens, leg.sampling["choice"])
         wanted = leg.sampling["max_tokens"]
         count = min(self.pools.rng.choice((1, 1, 1, 2)), wanted - leg.tokens)
-        tokens = answer(before, count, leg.sampling["choice"])
+        tokens = []
+        for _ in range(count):
+            tokens.append(next_token(leg.context, leg.sampling["choice"]))
+            leg.context.append(tokens[-1])
         finish = "length" if leg.tokens + count == wanted else None
         output = Output(leg.leg_id, leg.tokens, tokens, finish, cached_tokens=0, external_tokens=leg.pulls and 1)
         leg.tokens += count
@@ -279,6 +285,12 @@ class FakeJob:
         self.given: list[list[int]] = [[] for _ in range(n)]
         self.ends: list[tuple[Outcome, Any, str | None]] = []
         self.ended_s: float | None = None
+        self.seen_s: list[float] = []
+
+    def seen_after(self, at_s: float) -> float:
+        """When the client next noticed anything: a token, where it streams, or the end."""
+        assert self.ended_s is not None
+        return next((t for t in self.seen_s if t > at_s), self.ended_s) if self.streaming else self.ended_s
 
     def leg(self, choice: int, tokens_sent: int) -> tuple[list[int], Any]:
         sent = self.given[choice][:tokens_sent]
@@ -306,4 +318,5 @@ def deliver(batch: list[tuple[FakeJob, int, Any, int | None]]) -> list[tuple[Fak
     for job, choice, delta, _ in batch:
         assert not job.ends, "output after the end"
         job.given[choice] += delta.token_ids
+        job.seen_s.append(asyncio.get_running_loop().time())
     return []
