@@ -124,7 +124,7 @@ class KvMachine(RuleBasedStateMachine):
 
 
 TestKvMachine = KvMachine.TestCase
-TestKvMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestKvMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 
 
 def test_a_double_release_is_our_own_bug_and_is_caught() -> None:

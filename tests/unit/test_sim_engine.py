@@ -96,7 +96,7 @@ def test_at_rate_zero_a_request_takes_its_service_time() -> None:
 @pytest.mark.parametrize("load_factor", [0.3, 0.6])
 def test_m_d_1(load_factor: float) -> None:
     """Poisson arrivals, one server, constant service: mean wait = rho * service / (2 * (1 - rho))."""
-    service_s, requests = 0.02, 25_000
+    service_s, requests = 0.02, 12_000
     times = LinearTimes(fixed_s=service_s, per_sequence_s=0.0, per_prefill_token_s=0.0)
     rng, at_s, arrivals = random.Random(5), 0.0, []
     for number in range(requests):
