@@ -6,6 +6,7 @@ Ray's errors become ours here and nowhere else.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -106,7 +107,10 @@ class ServeTransport:
     def open(self, worker: WorkerInfo, kind: LegKind, request: EngineRequest) -> None:
         request = replace(request, sampling=self._sampling_for_engine(request.sampling))
         call = LegCall(worker.worker_id, worker.incarnation, kind, request, self._links.address)
-        response = self._handles[worker.role].run.remote(call)
+        # In a context of its own. Serve names a call after the request in whose context it is made, and calls from a
+        # link's callbacks would all have the name of the request that opened the link: Serve's routing of two calls
+        # with one name spins until one of them is gone.
+        response = contextvars.Context().run(self._handles[worker.role].run.remote, call)
         task = self._loop.create_task(self._wait(request.request_id, worker.worker_id, response))
         self._calls[request.request_id] = (worker.worker_id, task, response)
 

@@ -74,8 +74,9 @@ class VllmEngine:
             incarnation=self._info.incarnation,
             state=WorkerState.DEAD if self._dead else WorkerState.READY,
             steps=self._steps,
-            running=self._running,
-            waiting=self._waiting,
+            # An engine that has nothing left makes no step, so its last statistics still count what was aborted.
+            running=self._running if self._sinks else 0,
+            waiting=self._waiting if self._sinks else 0,
             queued_prefill_tokens=sum(self._queued_tokens.values()),
             kv_used_blocks=round(self._kv_usage * self._info.kv_total_blocks),
         )
