@@ -127,9 +127,11 @@ def compared(load: float) -> Case:
     return replace(with_it, engine=with_it.engine | against_baseline(with_it.records, without.records))
 
 
-def split(prefill: int, decode: int, rate: float, prompts: dict[str, Any] | None = None, **more: Any) -> Case:
+def split(
+    prefill: int, decode: int, rate: float, prompts: dict[str, Any] | None = None, requests: int = 150, **more: Any
+) -> Case:
     chosen = prompts or {"prompt_tokens": 4000, "output_tokens": 40}
-    return run(cluster(prefill=prefill, decode=decode, **more), arrivals(rate, 150, **chosen))
+    return run(cluster(prefill=prefill, decode=decode, **more), arrivals(rate, requests, **chosen))
 
 
 def with_predictions(predicted: int) -> Case:
@@ -193,13 +195,13 @@ PRESENT: dict[str, Callable[[], Case]] = {
     "repeated-prefill": lambda: run(cluster(prefix_caching=False), arrivals(4, **SHARED)),
     "prompt-order": lambda: run(cluster(), arrivals(2, kind="rag", system_tokens=1000, varying_first=True)),
     "cache-key-mismatch": lambda: with_predictions(500),
-    "over-capacity": lambda: run(cluster(max_num_seqs=8), arrivals(30, 600, output_tokens=100)),
+    "over-capacity": lambda: run(cluster(max_num_seqs=8), arrivals(30, 300, output_tokens=100)),
     "speculation-costs": lambda: compared(150),
     "prefill-queue": lambda: split(1, 2, 5.5),
     "prefill-too-slow": lambda: split(3, 2, 1, slo={"ttft_ms": 150, "tpot_ms": 30}),
     "transfer-bound": lambda: split(2, 2, 0.5, linear={"transfer_gb_per_s": 0.4}),
     "decode-admission": lambda: split(
-        2, 1, 4, {"prompt_tokens": 500, "output_tokens": 300}, decode_simulated={"max_num_seqs": 4}
+        2, 1, 4, {"prompt_tokens": 500, "output_tokens": 300}, 60, decode_simulated={"max_num_seqs": 4}
     ),
     "router-queue": lambda: held_by_the_router(0.3),
 }
