@@ -45,13 +45,8 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit(2)
     args.out.mkdir(parents=True, exist_ok=True)
     done: dict[str, dict[str, Any]] = {}
-    if args.reuse:
-        for name in wanted:
-            file = args.out / f"{name}.json"
-            if file.is_file():
-                done[name] = json.loads(file.read_text())
-    missing = [name for name in wanted if name not in done]
-    work = partial(_one, traces=traces, quick=args.quick, seed=args.seed, out=args.out)
+    missing = list(wanted)
+    work = partial(_one, reuse=args.reuse, traces=traces, quick=args.quick, seed=args.seed, out=args.out)
     with ProcessPoolExecutor(max(1, min(args.jobs, len(missing) or 1))) as pool:
         futures = {pool.submit(work, name): name for name in missing}
         for future in as_completed(futures):
@@ -62,10 +57,12 @@ def main(argv: list[str] | None = None) -> None:
     print(json.dumps(key_figures(rows)))
 
 
-def _one(name: str, *, traces: Path | None, quick: bool, seed: int, out: Path) -> dict[str, Any]:
+def _one(name: str, *, reuse: bool, traces: Path | None, quick: bool, seed: int, out: Path) -> dict[str, Any]:
     scenario = next(s for s in scenarios(traces, quick=quick) if s.name == name)
-    rows = compare(scenario, seed, lambda what: print(what, file=sys.stderr, flush=True))
-    (out / f"{name}.json").write_text(json.dumps(rows, indent=1))
+    file = out / f"{name}.json"
+    known = json.loads(file.read_text()) if reuse and file.is_file() else None
+    rows = compare(scenario, seed, lambda what: print(what, file=sys.stderr, flush=True), known)
+    file.write_text(json.dumps(rows, indent=1))
     return rows
 
 

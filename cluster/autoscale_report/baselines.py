@@ -82,8 +82,8 @@ class MeanLatency:
 
     fleet: Fleet
     limits: Bounds
-    high: float
-    low: float
+    high: Mapping[Role, float]
+    low: Mapping[Role, float]
     window_s: float = 60.0
     up_cooldown_s: float = 30.0
     down_cooldown_s: float = 120.0
@@ -98,9 +98,9 @@ class MeanLatency:
             since_s = now - self._changed_s.get(role, -math.inf)
             idle = (load.running or 0) + (load.waiting or 0) == 0
             step = 0
-            if share is not None and share > self.high and since_s >= self.up_cooldown_s:
+            if share is not None and share > self.high[role] and since_s >= self.up_cooldown_s:
                 step = 1
-            elif ((share is not None and share < self.low) or (share is None and idle)) and (
+            elif ((share is not None and share < self.low[role]) or (share is None and idle)) and (
                 since_s >= self.down_cooldown_s
             ):
                 step = -1

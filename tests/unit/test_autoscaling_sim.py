@@ -217,7 +217,9 @@ def test_the_queue_length_baseline_is_serves_default():
 
 def test_mean_latency_moves_one_replica_at_a_time():
     fleet = fleet_with(CONFIG, arrivals(9, 150))
-    policy = MeanLatency(fleet, {Role.PREFILL: (1, 6), Role.DECODE: (1, 6)}, high=0.5, low=0.1)
+    policy = MeanLatency(
+        fleet, {Role.PREFILL: (1, 6), Role.DECODE: (1, 6)}, high=dict.fromkeys(Role, 0.5), low=dict.fromkeys(Role, 0.1)
+    )
     scaler = Scaler(fleet, policy, interval_s=5.0, startup_s=20.0, end_s=400.0)
     fleet.kernel.run()
     sizes = [targets[Role.PREFILL] for _, targets in scaler.log.changes]
