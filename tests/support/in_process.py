@@ -180,7 +180,7 @@ class Cluster:
             name = f"{role.value}{len(self.transport.workers)}"
             where = {"worker_id": name, "incarnation": "i", "host": "127.0.0.1", "node": "n"}
             engine = await create(config, role, **where, peers=LocalPeers(network), publish=False)
-            self.transport.workers[name] = Worker(engine, lease_s=30)
+            self.transport.workers[name] = Worker(engine, lease_s=300)
             self.dispatcher.on_worker_up(engine.info)
 
     def send(self, prompt_tokens: int, max_tokens: int, n: int = 1) -> Client:
