@@ -56,7 +56,7 @@ class _Connection(asyncio.Protocol):
         self._lost()
         return False
 
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
+    def connection_lost(self, exc: Exception | None) -> None:
         self._lost()
 
     def _lost(self) -> None:

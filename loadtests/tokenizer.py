@@ -45,7 +45,7 @@ class PlainWords:
     def __len__(self) -> int:
         return len(self._words)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:  # noqa: ARG002
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [self._index[word] for word in text.split()]
 
     def decode(self, token_ids: list[int]) -> str:
