@@ -4,6 +4,7 @@ Serve's proxies and the manifests' environment. It answers a chat, and a real Pr
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -177,9 +178,28 @@ def find(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def observed(deployed: Deployed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    with monitoring(deployed, tmp_path_factory.mktemp("prometheus")) as urls:
+        yield urls
+
+
+def runnable_alertmanager(folder: Path) -> str:
+    """Debian's build reads its templates from /usr/share; an unpacked one gets a copy that reads them from `folder`."""
+    program, templates = find("prometheus-alertmanager"), "prometheus/alertmanager"
+    if Path("/usr/share", templates).is_dir():
+        return program
+    installed = f"/usr/share/{templates}".encode()
+    copy = folder / "alertmanager"
+    copy.write_bytes(Path(program).read_bytes().replace(installed, b"./" * (len(installed) // 2)))
+    copy.chmod(0o755)
+    for template in (TOOLS.parent / "share" / templates).glob("*.tmpl"):
+        shutil.copy(template, folder)
+    return str(copy)
+
+
+@contextlib.contextmanager
+def monitoring(deployed: Deployed, folder: Path) -> Iterator[tuple[str, str]]:
     """URLs of a Prometheus with the project's rules that scrapes the cluster, and of its Alertmanager."""
-    prometheus, alertmanager = find("prometheus"), find("prometheus-alertmanager")
-    folder = tmp_path_factory.mktemp("prometheus")
+    prometheus, alertmanager = find("prometheus"), runnable_alertmanager(folder)
     port, alert_port = free_ports(2)
     (rules,) = load_manifests((ROOT / "k8s/overlays/monitoring/rules.yaml").read_text())
     for group in rules["spec"]["groups"]:
