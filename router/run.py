@@ -135,7 +135,7 @@ class Run:
             decode_computed_tokens=decode_computed,
             output_tokens=sum(t.tokens for t in self._times),
             transfer_bytes=(delta.transfer_bytes or 0) if delta is not None else 0,
-            transfer_blocks=self._ticket.blocks if delta is not None and self._ticket and delta.external_tokens else 0,
+            transfer_blocks=self._pulled_blocks(delta),
             ttft_s=min(firsts, default=None),
             tpot_s=max(tpots, default=None if not firsts else 0.0),
             itl_s=[gap for t in self._times for gap in t.itl_s],
@@ -145,6 +145,13 @@ class Run:
             finish_reason=self.finish_reason,
             error=None if error is None else str(error),
         )
+
+    def _pulled_blocks(self, delta: EngineDelta | None) -> int:
+        """Blocks that the decode engine pulled: those of the prompt that it did not hold."""
+        if delta is None or self._ticket is None or not delta.external_tokens:
+            return 0
+        held_tokens = (delta.cached_tokens or 0) - delta.external_tokens
+        return self._ticket.blocks - held_tokens * self._ticket.blocks // max(1, self._ticket.prompt_tokens)
 
     def _stages(self, now: float) -> dict[Stage, float]:
         """Seconds per stage up to the first token; they add up to TTFT (or to the time until the end without one).
