@@ -27,7 +27,10 @@ test: setup test-unit test-k8s test-live  ## everything that CI runs
 test-unit: setup  ## seconds; no Ray, no sleep, no network
 	@$(BIN)/python -m pytest tests/unit -q
 
-test-live: setup  ## real engines on this machine, about 12 minutes on 2 cores
+test-live: setup  ## real engines on this machine, minutes on 2 cores
+	@$(BIN)/python -m pytest tests/parity tests/live -q -m "not slow"
+
+test-live-all: setup  ## also layouts, failures, autoscaling, routing, Kubernetes on live clusters (an hour)
 	@$(BIN)/python -m pytest tests/parity tests/live -q
 
 check: setup  ## ruff, mypy (strict on pure modules), import-linter

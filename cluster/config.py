@@ -246,6 +246,21 @@ class ClusterConfig(Section):
     network: NetworkConfig = NetworkConfig()
     tracing: TracingConfig = TracingConfig()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _wait_where_a_pool_may_be_empty(cls, raw: Any) -> Any:
+        """A cluster that may be scaled to zero is woken by its first request, so that one has to wait."""
+        if not isinstance(raw, dict) or not isinstance(raw.get("pools"), dict):
+            return raw
+        replicas = [p.get("replicas") for p in raw["pools"].values() if isinstance(p, dict)]
+        router = raw.get("router", {})
+        if any(isinstance(r, dict) and r.get("min") == 0 for r in replicas) and isinstance(router, dict):
+            admission = router.get("admission", {})
+            if isinstance(admission, dict):
+                router = {**router, "admission": {"wait_for_workers": True, **admission}}
+                return {**raw, "router": router}
+        return raw
+
     def pool(self, role: Role) -> PoolConfig:
         pool = self.pools.prefill if role is Role.PREFILL else self.pools.decode
         if pool is None:

@@ -31,7 +31,7 @@ from cluster.kubernetes.manifests import load as load_manifests
 from cluster.kubernetes.rules.monitoring import expressions, metrics_of, panels
 from cluster.kubernetes.serve_config import serve_config_text
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.live, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent

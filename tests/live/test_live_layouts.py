@@ -23,7 +23,7 @@ from cluster.preflight import preflight
 from cluster.runtime.local import LocalCluster, free_port, start
 
 # Ray warns about its own use of pydantic.
-pytestmark = [pytest.mark.live, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+pytestmark = [pytest.mark.live, pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 BLOCK = 32
 MAX_TOKENS = 24

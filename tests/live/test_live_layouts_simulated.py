@@ -19,7 +19,7 @@ from cluster.messages import Role
 from cluster.runtime.local import LocalCluster, free_port, start
 
 # Ray warns about its own use of pydantic.
-pytestmark = [pytest.mark.live, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+pytestmark = [pytest.mark.live, pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 TYPES = {Role.PREFILL: "H100", Role.DECODE: "A100"}
 REPLICAS = {Role.PREFILL: 3, Role.DECODE: 5}

@@ -20,7 +20,7 @@ from loadtests.results import summarize
 from loadtests.sample import Sample
 from loadtests.scripted_server import Seen, serve, stream
 
-pytestmark = pytest.mark.live
+pytestmark = [pytest.mark.live, pytest.mark.slow, pytest.mark.slow]
 
 REQUESTS, RATE, OUTPUT = 80, 10.0, 20
 SLO = Slo(ttft_s=0.16, tpot_s=0.0095)

@@ -13,7 +13,7 @@ import pytest
 
 from loadtests.bench.servers import Front, start
 
-pytestmark = pytest.mark.live
+pytestmark = [pytest.mark.live, pytest.mark.slow, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -164,7 +164,7 @@ def test_serve_and_simulator_decide_alike():
     loads = [
         *arrivals(2, 150),
         *arrivals(8, 260, seed=1, start_s=150),
-        *arrivals(1, 500, output=300, seed=2, start_s=260),
+        *arrivals(4, 500, output=600, seed=2, start_s=260),
     ]
     _, _, driver, seen = scaled(CONFIG, loads, end_s=500)
     policy, metrics = GoodputPolicy(CONFIG, publish=False), Metrics()
