@@ -117,6 +117,7 @@ def _arrivals_per_s(history: History, settings: Settings, dispersion: float) -> 
         (REACH * settings.look_back_s, 0.0),
         (settings.look_back_s, 2.5),
         (max(2 * settings.interval_s, settings.look_back_s / 4), 3.0),
+        (settings.interval_s, 4.0),
     )
     rate, known = 0.0, False
     for length_s, sigmas in lengths_s:

@@ -63,11 +63,15 @@ def prefill_need(
         f"{demand.prefill_tokens_per_s:.0f} uncached prompt tokens/s, {1 / per_token_s:.0f}/s a replica",
     )
     waiting_s = per_token_s * ((load.queued_prompt_tokens or 0.0) + queue.depth * demand.leg_tokens)
-    under_way = load.ready + load.starting
-    by_then_s = waiting_s + max(0.0, busy - load.ready) * startup_s if under_way < busy else waiting_s
+    spare = load.ready + load.starting - busy
     # A backlog below what the pool clears within the limit is no backlog.
     if waiting_s > limit_s * max(1, load.ready):
-        drain = busy + by_then_s / max(settings.look_back_s, startup_s)
+        # While too little is under way, the backlog grows for as long as a replica takes to start.
+        by_then_s = waiting_s if spare > 0 else waiting_s + max(0.0, busy - load.ready) * startup_s
+        drain = busy + by_then_s / (settings.look_back_s / 2)
+        if spare > 0 and waiting_s / spare <= startup_s:
+            # Gone before another replica could come.
+            drain = min(drain, float(load.ready + load.starting))
         if drain > need.replicas:
             need = Need(drain, "queue", f"{waiting_s:.1f} s of prefill work waits", urgent=True)
     return need if busy < CLEARS * load.ready else _impatient(need, load, queue, limit_s)

@@ -281,13 +281,13 @@ def check_packages(config: ClusterConfig) -> None:
 def check_port(host: str, port: int) -> None:
     """Raises UserError where the HTTP port is taken."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # As Serve binds it, without SO_REUSEADDR: closed connections keep a port for up to a minute.
         try:
             probe.bind((host, port))
         except OSError as e:
             raise UserError(
                 f"router.http.port: {port} on {host} cannot be used ({e.strerror});"
-                " stop what listens there or choose another"
+                " stop what listens there, wait a minute after a restart, or choose another"
             ) from e
 
 

@@ -81,13 +81,19 @@ class Served:
             return [root, *root.children(recursive=True)]
         return []
 
+    def close(self) -> None:
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+
     def stop(self, number: int = signal.SIGTERM, timeout_s: float = 180) -> int:
         """Ask it to end; returns its exit status."""
         self.started = list({p.pid: p for p in [*self.started, *self.processes()]}.values())
         if self.process.poll() is None:
             self.process.send_signal(number)
         try:
-            return self.process.wait(timeout_s)
+            status = self.process.wait(timeout_s)
+            self.close()
+            return status
         except subprocess.TimeoutExpired:
             self.kill()
             raise

@@ -59,10 +59,7 @@ def test_stages_lie_end_to_end_and_decode_follows(traced):
     tracing.start(request(), None)
     tracing.finish(record())
     spans = {s.name: s for s in exporter.get_finished_spans()}
-    seconds = {
-        name: ((s.start_time - 10**18) / 1e9, (s.end_time - 10**18) / 1e9)
-        for name, s in spans.items()
-    }
+    seconds = {name: ((s.start_time - 10**18) / 1e9, (s.end_time - 10**18) / 1e9) for name, s in spans.items()}
     assert seconds["router_queue"] == pytest.approx((0.0, 0.1))
     assert seconds["prefill_compute"] == pytest.approx((0.1, 0.3))
     assert seconds["kv_transfer"] == pytest.approx((0.3, 0.4))
