@@ -44,10 +44,11 @@ class History:
         inside = [s for s in self.samples if s[0] >= at_s]
         return inside[-1][1].since(inside[0][1]) if len(inside) >= 2 else GoodputCounters()
 
-    def dispersion(self) -> float:
+    def dispersion(self, skip_s: float = 0.0) -> float:
         """Variance over mean of arrivals per tick (1 for Poisson), from successive differences, so that a trend
-        does not count. Between 1 and 8."""
-        points = [(at_s, c.get("started")) for at_s, c in self.samples]
+        does not count. Between 1 and 8. The last `skip_s` seconds are left out."""
+        until_s = self.samples[-1][0] - skip_s if self.samples else 0.0
+        points = [(at_s, c.get("started")) for at_s, c in self.samples if at_s <= until_s]
         counts = [b[1] - a[1] for a, b in pairwise(points)]
         mean = sum(counts) / len(counts) if counts else 0.0
         if len(counts) < 6 or mean <= 0:
@@ -81,7 +82,8 @@ class Demand:
 def measure(history: History, settings: Settings) -> Demand:
     """Demand now: rates from the longest window that the shorter ones do not contradict."""
     dispersion = history.dispersion()
-    arrivals = _arrivals_per_s(history, settings, dispersion)
+    # A change is judged by the noise before it, not by the jump itself.
+    arrivals = _arrivals_per_s(history, settings, history.dispersion(settings.look_back_s / 2))
     made_of = _composition(history, settings)
     came, ended_prompts = made_of.get("started"), made_of.get("prompt_tokens")
     prompts = arrivals * made_of.get("started_prompt_tokens") / came if came else 0.0
