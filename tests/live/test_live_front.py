@@ -308,3 +308,49 @@ async def test_tenants_share_no_block() -> None:
                 assert await cached("key-of-tenant-b", **more) == 0
             assert await cached("key-of-tenant-a", cache_salt="mine") == 0
             assert (await http.post(COMPLETION, json=completion())).status_code == 401
+
+
+async def dying(front: Front, body: dict[str, Any], after_s: float = 0.25) -> tuple[asyncio.Task, Any]:
+    """Send a request and end the decode engine that runs it."""
+    decodes = [w for n, w in front.cluster.transport.workers.items() if n.startswith("decode")]
+    async with httpx.AsyncClient(base_url=front.url, timeout=30) as http:
+        streamed = body.get("stream")
+        task = asyncio.create_task(events(http, body) if streamed else http.post(COMPLETION, json=body))
+        await asyncio.sleep(after_s)
+        busy = [w for w in decodes if w.snapshot().running]
+        assert len(busy) == 1
+        busy[0].engine.die()  # type: ignore[attr-defined]
+        return task, await task
+
+
+async def test_what_can_be_moved_goes_on_and_what_cannot_ends_with_an_error_event() -> None:
+    """Kinds: retry in mid-stream; stream ends silently (a)."""
+    async for front in running({}):
+        _, (status, found, done, _) = await dying(front, completion(max_tokens=400, stream=True))
+        tokens = [t for e in found for c in e["choices"] for t in c.get("token_ids") or []]
+        reasons = [c["finish_reason"] for e in found for c in e["choices"] if c.get("finish_reason")]
+        assert (status, done, reasons) == (200, True, ["length"])
+        assert tokens == right(400)
+        assert front.cluster.dispatcher.migrations == 1
+    async for front in running({}):
+        seeded = completion(max_tokens=400, stream=True, seed=5, temperature=1.0)
+        _, (status, found, _, _) = await dying(front, seeded)
+        errors = [e["error"] for e in found if "error" in e]
+        choices = [c for e in found for c in e.get("choices", [])]
+        tokens = [t for c in choices for t in c.get("token_ids") or []]
+        assert status == 200
+        assert 0 < len(tokens) < 400
+        assert tokens == right(len(tokens))
+        assert not any(c.get("finish_reason") for c in choices)
+        assert len(errors) == 1
+        assert errors[0]["code"] in (500, 502)
+
+
+async def test_an_answer_that_is_not_streamed_is_computed_again() -> None:
+    async for front in running({}):
+        _, response = await dying(front, completion(max_tokens=400, n=2, seed=5, temperature=1.0))
+        assert response.status_code == 200, response.text
+        answer = response.json()
+        assert [c["token_ids"] for c in answer["choices"]] == [right(400)] * 2
+        assert answer["usage"]["completion_tokens"] == 800
+        assert front.cluster.dispatcher.retries == 1
