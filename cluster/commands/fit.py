@@ -6,6 +6,7 @@ import datetime
 import platform
 import shlex
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
@@ -162,8 +163,12 @@ async def _measure(config: ClusterConfig, repeats: int, max_batch: int, status: 
     status.update("starting the engine")
     engine = await create_engine(config, Role.DECODE, worker_id="fit", host="127.0.0.1", node="local")
     try:
+        greedy: Callable[[int], Any]
         if config.engine.kind == "simulated":
-            from cluster.engine.simulated import greedy
+            from cluster.engine.simulation.sampling import PlainSampling
+
+            def greedy(max_tokens: int) -> Any:
+                return PlainSampling(max_tokens=max_tokens, ignore_eos=True)
         else:
             from cluster.engine.vllm.sampling import greedy
         meter = Meter(engine, greedy, (300, 1900), random.Random(0), lambda line: status.update(f"measuring {line}"))
