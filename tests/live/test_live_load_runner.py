@@ -48,6 +48,7 @@ def after(seconds: Callable[[int, Seen], float]) -> Callable[[int, Seen], Any]:
     return lambda i, seen: stream(4, first_s=seconds(i, seen), gap_s=0.001)
 
 
+@pytest.mark.slow  # measures real time: needs a machine with nothing else to do
 def test_waiting_inside_the_client_counts() -> None:
     """Server 0.5 s, 10 requests/s, 8 requests, one at a time: coordinated omission would report 0.5 s."""
     w = workload("constant", arrivals={"rate_per_s": 10}, requests=8)
@@ -67,6 +68,7 @@ def step_up(at: int) -> Callable[[int, Seen], float]:
     return lambda i, _: 0.02 if i < at else 1.5
 
 
+@pytest.mark.slow  # measures real time: needs a machine with nothing else to do
 def test_an_open_loop_keeps_its_rate_when_the_server_slows_down() -> None:
     w = workload("constant", arrivals={"rate_per_s": 30}, duration_s=4)
     with serve(after(step_up(60))) as server:

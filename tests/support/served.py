@@ -31,6 +31,7 @@ class Served:
 
     def __init__(self, config: dict[str, Any], folder: Path) -> None:
         self.port = free_port("127.0.0.1")
+        self._shared_memory = _shared_memory()
         raw = {
             **config,
             "router": {
@@ -106,13 +107,17 @@ class Served:
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def left(self) -> list[str]:
-        """Processes of it that are still there."""
-        names = []
+        """Processes and shared memory of it that are still there."""
+        names = sorted(_shared_memory() - self._shared_memory)
         for process in self.started:
             with contextlib.suppress(psutil.NoSuchProcess):
                 if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
                     names.append(f"{process.pid} {' '.join(process.cmdline())[:80]}")
         return names
+
+
+def _shared_memory() -> set[str]:
+    return {str(p) for p in Path("/dev/shm").glob("*vllm*")}
 
 
 def wait_for(done: Any, timeout_s: float, what: str) -> float:
