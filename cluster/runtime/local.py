@@ -112,6 +112,8 @@ def start(
             progress(what, time.monotonic() - started)
 
     tell("Ray")
+    if address is not None:
+        check_address(address)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         ray.init(
@@ -276,6 +278,20 @@ def check_packages(config: ClusterConfig) -> None:
     for package in needed:
         if find_spec(package) is None:
             raise UserError(f"package {package} is not installed; run `make setup` or install requirements/cpu.lock")
+
+
+def check_address(address: str) -> None:
+    """Raises UserError where nothing listens at HOST:PORT; Ray itself would go on trying for minutes."""
+    host, _, port = address.rpartition(":")
+    if not (host and port.isdigit()) or "/" in host:
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except OSError as e:
+        raise UserError(
+            f"--address: no Ray cluster at {address} ({e.strerror or e});"
+            " start one with `ray start --head` or leave the option out"
+        ) from e
 
 
 def check_port(host: str, port: int) -> None:
