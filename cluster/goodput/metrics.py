@@ -11,6 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from enum import StrEnum
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -21,7 +22,7 @@ from cluster.goodput.accounting import GoodputCounters, slo_limits_s
 from cluster.goodput.catalogue import CATALOGUE, Kind, MetricSpec
 from cluster.goodput.sketch import Sketch, coarse_edges
 from cluster.goodput.stats import RequestStats
-from cluster.messages import RequestRecord, Slo, Stage
+from cluster.messages import Outcome, Path, RequestRecord, Role, Slo, Stage
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 WINDOW_S = 60.0
@@ -128,16 +129,16 @@ class Metrics:
         c, slo = self.stats.counters, self.stats.slo
         values: dict[str, Values] = {
             "pdserve_requests_started_total": c.started,
-            "pdserve_requests_total": c.labels("outcome"),
+            "pdserve_requests_total": _zeros(Outcome) | c.labels("outcome"),
             "pdserve_requests_good_total": c.good,
-            "pdserve_requests_missed_total": {s.value: n for s, n in c.missed_by_stage().items()},
+            "pdserve_requests_missed_total": _zeros(Stage) | {s.value: n for s, n in c.missed_by_stage().items()},
             "pdserve_requests_excused_total": c.excused,
             "pdserve_tenant_requests_total": _by_verdict(c, "tenant", TENANTS_MAX),
             "pdserve_priority_requests_total": _by_verdict(c, "priority", TENANTS_MAX),
             "pdserve_requests_running": c.running,
-            "pdserve_cached_tokens_total": c.labels("cached_tokens"),
-            "pdserve_computed_tokens_total": c.labels("computed_tokens"),
-            "pdserve_decisions_total": {path: n for path, n in c.labels("path").items() if path != "none"},
+            "pdserve_cached_tokens_total": _zeros(Role) | c.labels("cached_tokens"),
+            "pdserve_computed_tokens_total": _zeros(Role) | c.labels("computed_tokens"),
+            "pdserve_decisions_total": {p: n for p, n in (_zeros(Path) | c.labels("path")).items() if p != "none"},
             "pdserve_slo_seconds": {
                 limit: value
                 for limit, value in zip(("ttft", "tpot", "itl_p99"), slo_limits_s(slo), strict=True)
@@ -185,6 +186,11 @@ class _Collector(Collector):
 
     def describe(self) -> Iterable[Metric]:
         return ()
+
+
+def _zeros(values: Iterable[StrEnum]) -> dict[str, float]:
+    """A counter whose first sample is not zero hides its first increase from `rate`."""
+    return {value.value: 0.0 for value in values}
 
 
 def _family(spec: MetricSpec, values: Values) -> Metric:
