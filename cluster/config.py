@@ -138,7 +138,12 @@ class AdmissionConfig(Section):
     reject_unattainable: bool = False
     retry_after_s: float = Field(1.0, gt=0)
     tenant_tokens_per_s: float | None = Field(None, gt=0)
-    starvation_s: float = Field(30, gt=0, description="wait after which a lower priority gets every second place")
+    late_last: bool = Field(
+        True, description="requests that would miss their TTFT limit anyway wait behind those that can still keep it"
+    )
+    starvation_s: float = Field(
+        30, gt=0, description="wait after which a lower priority gets every second place, a late request every eighth"
+    )
     backlog_fraction: float = Field(
         0.25,
         gt=0,
@@ -153,6 +158,10 @@ class TenantsConfig(Section):
     api_keys_file: str | None = Field(None, description="lines of `key tenant`; without one, no key is asked for")
     api_keys_env: str | None = Field(None, description="environment variable with `key tenant` pairs, comma-separated")
     header: str | None = Field(None, description="trusted header that names the tenant (behind your own gateway)")
+    operators: list[str] = Field(
+        ["operator"],
+        description="tenants that may read /pdserve/status and /pdserve/records; all may where none are told apart",
+    )
 
 
 class HttpConfig(Section):

@@ -28,6 +28,7 @@ from kv_transfer.settings import TICKET_REQUEST
 from router.admission import Admission
 from router.decision_file import watch
 from router.dispatcher import Dispatcher
+from router.gateway.auth import OPERATOR_PATHS
 from router.gateway.context import current
 from router.gateway.intake import Intake
 from router.gateway.stack import guard
@@ -144,7 +145,7 @@ class Router:
             vocab_size=self.client.model_config.get_vocab_size(),
             environ=os.environ,
             slo=self._config.slo.to_slo(),
-            extra_paths=("/pdserve/status", "/pdserve/records"),
+            extra_paths=OPERATOR_PATHS,
         )
 
     def status(self) -> dict[str, Any]:

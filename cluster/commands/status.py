@@ -14,6 +14,7 @@ def command(
     url: Annotated[str, typer.Option(help="where the cluster is served")] = "http://127.0.0.1:8000",
     watch: Annotated[bool, typer.Option("--watch", help="refresh until Ctrl-C")] = False,
     interval_s: Annotated[float, typer.Option(min=0.2, help="seconds between refreshes")] = 1.0,
+    api_key: Annotated[str | None, typer.Option(help="an operator's key", envvar="PDSERVE_API_KEY")] = None,
     json_: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Pools, replicas, load, open leases, goodput and misses by stage.
@@ -23,17 +24,17 @@ def command(
     from cluster.runtime.local import fetch_status
 
     if json_:
-        print_json(fetch_status(url))
+        print_json(fetch_status(url, api_key))
         return
     if not watch:
-        out.print(render(fetch_status(url)))
+        out.print(render(fetch_status(url, api_key)))
         return
     from rich.live import Live
 
-    with Live(render(fetch_status(url)), console=out, screen=out.is_terminal, auto_refresh=False) as live:
+    with Live(render(fetch_status(url, api_key)), console=out, screen=out.is_terminal, auto_refresh=False) as live:
         while True:
             time.sleep(interval_s)
-            live.update(render(fetch_status(url)), refresh=True)
+            live.update(render(fetch_status(url, api_key)), refresh=True)
 
 
 def render(status: dict[str, Any]) -> Any:

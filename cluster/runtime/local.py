@@ -43,7 +43,11 @@ class LocalCluster:
     ready_s: dict[str, float] = field(default_factory=dict)
 
     def router_status(self) -> dict[str, Any]:
-        return fetch_status(self.url)
+        """What `/pdserve/status` shows, asked inside: the path may want an operator's key."""
+        from ray import serve
+
+        value: dict[str, Any] = serve.get_app_handle(self.config.name).status.remote().result(timeout_s=10)
+        return value
 
     def stop(self, *, progress: Progress | None = None) -> None:
         """Let running requests finish, then end the application and, if it is ours, Ray. No process is left."""
@@ -251,16 +255,21 @@ def _wait_for_pairs(cluster: LocalCluster, tell: Callable[[str], None], stop: Ca
         time.sleep(0.25)
 
 
-def fetch_status(url: str) -> dict[str, Any]:
+def fetch_status(url: str, api_key: str | None = None) -> dict[str, Any]:
     """`GET /pdserve/status` of a router.
 
     Raises:
-        UserError: nothing answers there, or something else does.
+        UserError: nothing answers there, something else does, or the key is not an operator's.
     """
     import httpx
 
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        response = httpx.get(f"{url}/pdserve/status", timeout=10)
+        response = httpx.get(f"{url}/pdserve/status", headers=headers, timeout=10)
+        if response.status_code in (401, 403):
+            raise UserError(
+                "--api-key: an operator's key is needed (router.tenants.operators); give it or set PDSERVE_API_KEY"
+            )
         response.raise_for_status()
         value: dict[str, Any] = response.json()
     except (httpx.HTTPError, ValueError) as e:

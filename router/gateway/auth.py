@@ -13,6 +13,9 @@ from router.gateway.keys import TENANT, KeyRing
 # Probes and scrapers of the cluster's own network carry no key; these paths tell nothing of any request.
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/-/healthz", "/-/routes"})
 
+# These show every tenant's requests.
+OPERATOR_PATHS = frozenset({"/pdserve/status", "/pdserve/records"})
+
 
 class Authenticate:
     """Puts `tenant` into the scope's state, and takes the credentials out of the headers.
@@ -26,6 +29,7 @@ class Authenticate:
         self._app = app
         self._keys = keys
         self._header = config.header.lower().encode("latin-1") if config.header else None
+        self._operators = frozenset(config.operators)
         self._clock = clock
 
     @property
@@ -37,6 +41,8 @@ class Authenticate:
             return await self._app(scope, receive, send)
         try:
             tenant = self._tenant(scope)
+            if scope["path"] in OPERATOR_PATHS and self.separates_tenants and tenant not in self._operators:
+                raise HttpError(403, f"{scope['path']} is for operators (router.tenants.operators)")
         except HttpError as error:
             return await answer(send, error)
         scope.setdefault("state", {})["tenant"] = tenant

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from router.gateway.asgi import App, HttpError, Receive, Scope, Send, answer
+from router.gateway.auth import OPERATOR_PATHS
 
-_ANSWERED = frozenset({"/metrics", "/health", "/pdserve/status", "/pdserve/records"})
+_ANSWERED = OPERATOR_PATHS | {"/metrics", "/health"}
 
 
 class Intake:

@@ -99,6 +99,41 @@ async def test_a_header_given_twice_is_refused() -> None:
     assert app.bodies == []
 
 
+@pytest.mark.parametrize("path", ["/pdserve/status", "/pdserve/records"])
+async def test_pages_that_show_all_tenants_are_for_operators(path: str) -> None:
+    config = RouterConfig(tenants={"api_keys_env": "PDSERVE_KEYS", "operators": ["b"]})
+    app = Behind()
+    guarded = guard(app, config, vocab_size=100, slo=Slo(1, 0.1), environ=KEYS, extra_paths=[path])
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(guarded), base_url="http://router") as http:
+        assert (await http.get(path)).status_code == 401
+        refused = await http.get(path, headers={"x-api-key": KEY_A})
+        assert (refused.status_code, refused.json()["error"]["type"]) == (403, "PermissionDeniedError")
+        assert app.bodies == []
+        assert (await http.get(path, headers={"x-api-key": KEY_B})).status_code == 200
+
+
+@pytest.mark.parametrize("tenant, status", [("operator", 200), ("someone", 403)])
+async def test_a_trusted_header_may_name_an_operator(tenant: str, status: int) -> None:
+    guarded = guard(
+        Behind(),
+        RouterConfig(tenants={"header": "x-tenant-id"}),
+        vocab_size=100,
+        slo=Slo(1, 0.1),
+        environ={},
+        extra_paths=["/pdserve/status"],
+    )
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(guarded), base_url="http://router") as http:
+        assert (await http.get("/pdserve/status", headers={"x-tenant-id": tenant})).status_code == status
+
+
+async def test_without_tenants_everybody_may_read_the_status() -> None:
+    guarded = guard(
+        Behind(), RouterConfig(), vocab_size=100, slo=Slo(1, 0.1), environ={}, extra_paths=["/pdserve/status"]
+    )
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(guarded), base_url="http://router") as http:
+        assert (await http.get("/pdserve/status")).status_code == 200
+
+
 async def test_a_trusted_header_names_the_tenant() -> None:
     app = Behind()
     async with client(app, header="x-tenant-id") as http:
