@@ -1,8 +1,7 @@
 """Which engine holds which prompt blocks: one tree of block keys, one bit a worker.
 
-A block's key names its whole prefix (router/block_keys.py), so the tree needs no token comparison. Per block the
-index keeps a row: worker mask, parent, children (a circular list, newest first), key. Rows live in arrays, a dict maps
-key to row; that costs about 150 bytes a block however many workers hold it.
+A block's key names its whole prefix (router/block_keys.py), so the tree needs no token comparison; its rows are in
+router/block_tree.py.
 
 `longest_match` relies on the prefix property (who holds block i holds block i-1) and bisects over depth for all
 workers at once: about log2(prompt blocks) look-ups for each distinct depth, none per worker. The property can break:
@@ -15,18 +14,16 @@ dropped block only lowers a prediction.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from router.block_keys import block_keys, extend_keys, namespace
+from router.block_tree import BULK_BLOCKS, PLANE_BITS, ROOT, BlockTree, Rows
 
 __all__ = ["IndexStats", "PrefixIndex", "block_keys", "extend_keys", "namespace"]
 
-_PLANE_BITS = 64
-_ROOT = 0
 MASKS_KEPT = 4096
 
 
@@ -52,15 +49,8 @@ class PrefixIndex:
         if max_blocks < 1:
             raise ValueError(f"max_blocks: {max_blocks} is below 1")
         self.max_blocks = max_blocks
-        self._rows: dict[int, int] = {}
-        # Row 0 is the parent of all first blocks. `_next`/`_prev` link siblings in a ring, newest first.
-        self._keys: list[int] = [-1]
-        self._planes: list[array[int]] = [array("Q", (0,))]
-        self._parent = array("i", (0,))
-        self._child = array("i", (0,))
-        self._next = array("i", (0,))
-        self._prev = array("i", (0,))
-        self._free: list[int] = []
+        self._tree = BlockTree()
+        self._rows = self._tree.rows
         self._lanes: dict[str, int] = {}
         self._names: list[str | None] = []
         self._names_of: dict[int, tuple[str, ...]] = {}
@@ -76,7 +66,7 @@ class PrefixIndex:
         if not keys:
             return
         lane = self._lane(worker_id)
-        rows = self._rows
+        rows, tree = self._rows, self._tree
         overflow = len(rows) + len(keys) + 1 - self.max_blocks
         if overflow > 0:  # only then is it worth counting exactly
             missing = sum(key not in rows for key in keys) + (parent is not None and parent not in rows)
@@ -88,16 +78,21 @@ class PrefixIndex:
                 self.store(worker_id, keys[:fits], parent)
                 return
             self._drop_oldest(overflow + (missing == 0))
-        above = _ROOT
+        above = ROOT
         if parent is not None:
-            above = rows.get(parent, _ROOT)
-            if above == _ROOT:
-                above = self._new_row(parent, _ROOT)
-            if not self._has(above, lane):
+            above = rows.get(parent, ROOT)
+            if above == ROOT:
+                above = tree.new(parent, ROOT)
+            if not tree.has(above, lane):
                 self._add_hole(lane, parent)
+        if len(keys) < BULK_BLOCKS or not self._store_chain(lane, keys, above):
+            self._store_each(lane, keys, above)
+
+    def _store_each(self, lane: int, keys: Sequence[int], above: int) -> None:
+        rows, tree = self._rows, self._tree
         holes = self._holes.get(lane)
-        plane, bit = self._planes[lane // _PLANE_BITS], 1 << (lane % _PLANE_BITS)
-        parents = self._parent
+        plane, bit = tree.planes[lane // PLANE_BITS], 1 << (lane % PLANE_BITS)
+        parents = tree.parent
         added = 0
         for key in keys:
             row = rows.get(key)
@@ -105,10 +100,9 @@ class PrefixIndex:
                 if len(rows) >= self.max_blocks:  # dropping made room for fewer keys than it removed of this chain
                     self._dropped += 1
                     break
-                row = self._new_row(key, above)
+                row = tree.new(key, above)
             elif parents[row] != above:  # it was stored before its parent was known
-                self._unlink(row)
-                self._link(row, above)
+                tree.move(row, above)
             mask = plane[row]
             if not mask & bit:
                 plane[row] = mask | bit
@@ -118,25 +112,63 @@ class PrefixIndex:
             above = row
         self._held[lane] += added
 
+    def _store_chain(self, lane: int, keys: Sequence[int], above: int) -> bool:
+        """The same at once, for keys of which a first part is known, as one chain, and the rest is new.
+
+        False, and nothing done, where that is not so.
+        """
+        rows, tree = self._rows, self._tree
+        found = list(map(rows.get, keys))
+        known = found.index(None) if None in found else len(found)
+        new = keys[known:]
+        if found.count(None) != len(new) or len(rows) + len(new) > self.max_blocks:
+            return False
+        old = np.array(found[:known], dtype=np.int32)
+        if known and not tree.is_chain(old, above):
+            return False
+        if new and not tree.new_chain(new, int(old[-1]) if known else above, lane):
+            return False
+        self._held[lane] += len(new)
+        if known:
+            self._held[lane] += tree.set_bit(old, lane)
+            if lane in self._holes:
+                for key in self._holes[lane].intersection(keys[:known]):
+                    self._close_hole(lane, key)
+        return True
+
     def remove(self, worker_id: str, keys: Iterable[int]) -> None:
         """A worker no longer holds these blocks. Unknown keys and workers are ignored."""
         lane = self._lanes.get(worker_id)
         if lane is None:
             return
-        plane, bit = self._planes[lane // _PLANE_BITS], 1 << (lane % _PLANE_BITS)
-        for key in keys:
-            row = self._rows.get(key)
-            if row is None or not plane[row] & bit:
+        found = [row for row in map(self._rows.get, keys) if row is not None]
+        if len(found) >= BULK_BLOCKS and len(set(found)) == len(found):
+            self._remove_many(lane, np.array(found, dtype=np.int32))
+            return
+        tree = self._tree
+        plane, bit = tree.planes[lane // PLANE_BITS], 1 << (lane % PLANE_BITS)
+        for row in found:
+            # A row that is freed on the way has no mask.
+            if not plane[row] & bit:
                 continue
             plane[row] ^= bit
             self._held[lane] -= 1
-            if self._child[row] and self._any_child_has(row, plane, bit):
-                self._add_hole(lane, key)
-            holes = self._holes.get(lane)
-            above = self._parent[row]
-            if holes and self._keys[above] in holes and not self._any_child_has(above, plane, bit):
-                self._close_hole(lane, self._keys[above])
-            self._free_upwards(row)
+            if tree.child[row] and tree.any_child_has(row, plane, bit):
+                self._add_hole(lane, tree.keys[row])
+            self._close_hole_above(lane, row)
+            tree.free_upwards(row)
+
+    def _remove_many(self, lane: int, rows: Rows) -> None:
+        """A hole is a block that a worker lacks although it holds one behind it, so the order does not matter."""
+        tree = self._tree
+        gone = tree.clear_bit(rows, lane)
+        self._held[lane] -= len(gone)
+        for row in tree.with_child_in(gone, lane):
+            self._add_hole(lane, tree.keys[row])
+        if lane in self._holes:
+            for row in gone.tolist():
+                self._close_hole_above(lane, row)
+        tree.free(gone)
 
     def clear(self, worker_id: str) -> None:
         """Forget a worker and everything it held: it died, restarted, or said that its cache is empty."""
@@ -148,13 +180,7 @@ class PrefixIndex:
         self._holes.pop(lane, None)
         self._holey &= ~(1 << lane)
         self._held[lane] = 0
-        plane, bit = self._planes[lane // _PLANE_BITS], np.uint64(1 << (lane % _PLANE_BITS))
-        view = np.frombuffer(plane, dtype=np.uint64)
-        held = np.flatnonzero(view & bit)
-        view[held] &= ~bit
-        del view  # an array with an exported buffer cannot grow
-        for row in held.tolist():
-            self._free_upwards(row)
+        self._tree.free(self._tree.clear_bit(self._tree.held_by(lane), lane))
 
     # -- reading ------------------------------------------------------------------------------------------------
 
@@ -180,12 +206,12 @@ class PrefixIndex:
         if not keys:
             return []
         first = self._rows.get(keys[0])
-        mask = 0 if first is None else self._mask(first)
+        mask = 0 if first is None else self._tree.mask(first)
         if not mask:
             return []
         found: list[tuple[int, int]] = []
         spans = [(0, len(keys), mask)]  # lanes in mask hold block lo and, as far as known, not block hi
-        rows, planes = self._rows, self._planes
+        rows, tree, planes = self._rows, self._tree, self._tree.planes
         plane = planes[0] if len(planes) == 1 else None
         while spans:
             lo, hi, mask = spans.pop()
@@ -195,7 +221,7 @@ class PrefixIndex:
                 if row is None:
                     hi = mid
                     continue
-                deeper = mask & (self._mask(row) if plane is None else plane[row])
+                deeper = mask & (tree.mask(row) if plane is None else plane[row])
                 if deeper != mask:
                     if not deeper:
                         hi = mid
@@ -209,14 +235,7 @@ class PrefixIndex:
     def fan_out(self, key: int, most: int = 64) -> int:
         """In how many ways prompts go on after this block, as far as is known; counts to `most`."""
         row = self._rows.get(key)
-        first = child = self._child[row] if row is not None else 0
-        count = 0
-        while child and count < most:
-            count += 1
-            child = self._next[child]
-            if child == first:
-                break
-        return count
+        return 0 if row is None else self._tree.children(row, most)
 
     def held_blocks(self, worker_id: str) -> int:
         lane = self._lanes.get(worker_id)
@@ -224,7 +243,7 @@ class PrefixIndex:
 
     def holds(self, worker_id: str, key: int) -> bool:
         lane, row = self._lanes.get(worker_id), self._rows.get(key)
-        return lane is not None and row is not None and self._has(row, lane)
+        return lane is not None and row is not None and self._tree.has(row, lane)
 
     @property
     def stats(self) -> IndexStats:
@@ -245,116 +264,45 @@ class PrefixIndex:
             if lane == len(self._names):
                 self._names.append(None)
                 self._held.append(0)
-                if lane // _PLANE_BITS == len(self._planes):
-                    self._planes.append(array("Q", bytes(8 * len(self._keys))))
+                if lane // PLANE_BITS == len(self._tree.planes):
+                    self._tree.add_plane()
             self._names[lane] = worker_id
             self._names_of.clear()
             self._lanes[worker_id] = lane
         return lane
 
-    def _mask(self, row: int) -> int:
-        mask = 0
-        for i, plane in enumerate(self._planes):
-            mask |= plane[row] << (_PLANE_BITS * i)
-        return mask
-
-    def _has(self, row: int, lane: int) -> bool:
-        return bool(self._planes[lane // _PLANE_BITS][row] >> (lane % _PLANE_BITS) & 1)
-
-    def _new_row(self, key: int, parent: int) -> int:
-        if self._free:
-            row = self._free.pop()
-            self._keys[row] = key
-        else:
-            row = len(self._keys)
-            self._keys.append(key)
-            for plane in self._planes:
-                plane.append(0)
-            for column in (self._parent, self._child, self._next, self._prev):
-                column.append(0)
-        self._rows[key] = row
-        self._link(row, parent)
-        return row
-
-    def _link(self, row: int, parent: int) -> None:
-        first = self._child[parent]
-        if first:
-            last = self._prev[first]
-            self._next[row], self._prev[row] = first, last
-            self._next[last] = self._prev[first] = row
-        else:
-            self._next[row] = self._prev[row] = row
-        self._child[parent] = row
-        self._parent[row] = parent
-
-    def _unlink(self, row: int) -> None:
-        parent, after = self._parent[row], self._next[row]
-        if after == row:
-            self._child[parent] = 0
-            return
-        before = self._prev[row]
-        self._next[before], self._prev[after] = after, before
-        if self._child[parent] == row:
-            self._child[parent] = after
-
-    def _free_upwards(self, row: int) -> None:
-        """Delete a row that nobody holds and that has no children, then its parent if that became such a row."""
-        while row and not self._child[row] and self._keys[row] >= 0 and not any(p[row] for p in self._planes):
-            parent = self._parent[row]
-            self._unlink(row)
-            self._rows.pop(self._keys[row], None)
-            self._keys[row] = -1
-            self._free.append(row)
-            row = parent
-
     def _drop_oldest(self, rows: int) -> None:
         """Make room: from the oldest root follow the oldest children to a leaf and delete upwards."""
-        while rows > 0 and self._child[_ROOT]:
-            root = self._prev[self._child[_ROOT]]
+        tree = self._tree
+        while rows > 0 and (root := tree.oldest_child(ROOT)):
             row, depth = root, 1
-            while self._child[row]:
-                row = self._prev[self._child[row]]
+            while below := tree.oldest_child(row):
+                row = below
                 depth += 1
             budget = max(rows, depth // 8)  # so that the walk down costs a few steps per deleted row
-            while row and budget > 0 and not self._child[row]:
-                parent = self._parent[row]
+            while row and budget > 0 and not tree.child[row]:
+                parent = tree.parent[row]
                 self._drop_leaf(row)
                 rows -= 1
                 budget -= 1
                 row = parent
             if row:  # something is left under this root: other roots are next
-                self._unlink(root)
-                self._link(root, _ROOT)
+                tree.move(root, ROOT)
 
     def _drop_leaf(self, row: int) -> None:
-        key = self._keys[row]
-        for i, plane in enumerate(self._planes):
-            mask = plane[row]
-            plane[row] = 0
-            while mask:
-                low = mask & -mask
-                self._held[low.bit_length() - 1 + _PLANE_BITS * i] -= 1
-                mask ^= low
+        tree = self._tree
+        key, mask = tree.keys[row], tree.mask(row)
+        while mask:
+            low = mask & -mask
+            self._held[low.bit_length() - 1] -= 1
+            mask ^= low
         if self._holey:
             for lane in [lane for lane, holes in self._holes.items() if key in holes]:
                 self._close_hole(lane, key)
-        self._unlink(row)
-        del self._rows[key]
-        self._keys[row] = -1
-        self._free.append(row)
+        tree.delete(row)
         self._dropped += 1
 
     # -- holes --------------------------------------------------------------------------------------------------
-
-    def _any_child_has(self, row: int, plane: array[int], bit: int) -> bool:
-        first = child = self._child[row]
-        while child:
-            if plane[child] & bit:
-                return True
-            child = self._next[child]
-            if child == first:
-                break
-        return False
 
     def _add_hole(self, lane: int, key: int) -> None:
         self._holes.setdefault(lane, set()).add(key)
@@ -369,6 +317,14 @@ class PrefixIndex:
             del self._holes[lane]
             self._holey &= ~(1 << lane)
 
+    def _close_hole_above(self, lane: int, row: int) -> None:
+        """The lane does not hold `row` any more: was that the last one behind a hole?"""
+        tree, holes = self._tree, self._holes.get(lane)
+        if not holes or not (above := tree.parent[row]) or tree.keys[above] not in holes:
+            return
+        if not tree.any_child_has(above, tree.planes[lane // PLANE_BITS], 1 << (lane % PLANE_BITS)):
+            self._close_hole(lane, tree.keys[above])
+
     def _verified(self, keys: Sequence[int], found: list[tuple[int, int]]) -> list[tuple[int, int]]:
         doubtful = {depth: mask & self._holey for mask, depth in found if mask & self._holey}
         if not doubtful:
@@ -380,7 +336,7 @@ class PrefixIndex:
             alive |= mask
         for depth, key in enumerate(keys):
             row = self._rows.get(key)
-            still = 0 if row is None else alive & self._mask(row)
+            still = 0 if row is None else alive & self._tree.mask(row)
             if still != alive:
                 exact.append((alive ^ still, depth))
                 alive = still

@@ -30,9 +30,12 @@ def walked(held: dict[str, set[int]], keys: tuple[int, ...]) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("seed", range(25))
-@pytest.mark.parametrize("workers", [3, 130])
-def test_equals_a_walk_over_every_block_whatever_happens(seed, workers):
-    """Stores with and without known parents, removals in any order (holes), clears, over 64-worker planes."""
+@pytest.mark.parametrize(("workers", "depth"), [(3, 12), (130, 12), (3, 150), (70, 400)])
+def test_equals_a_walk_over_every_block_whatever_happens(seed, workers, depth):
+    """Stores with and without known parents, removals in any order (holes), clears, over 64-worker planes.
+
+    Long chains go through numpy, short ones row by row.
+    """
     rng = random.Random(seed)
     index, held, parents = PrefixIndex(), {}, []
     names = [f"w{i}" for i in range(workers)]
@@ -41,7 +44,7 @@ def test_equals_a_walk_over_every_block_whatever_happens(seed, workers):
         mine = held.setdefault(worker, set())
         action = rng.random()
         if action < 0.55 or not parents:
-            chain = prompt(rng, parents)
+            chain = prompt(rng, parents, depth)
             start = rng.randrange(len(chain)) if rng.random() < 0.3 else 0
             index.store(worker, chain[start:], chain[start - 1] if start else None)
             mine.update(chain[start:])
@@ -61,6 +64,17 @@ def test_equals_a_walk_over_every_block_whatever_happens(seed, workers):
         assert all(index.held_blocks(w) == len(mine) for w, mine in held.items())
     for worker in list(held):
         index.clear(worker)
+    assert index.stats.blocks == index.stats.entries == index.stats.holes == 0
+
+
+def test_long_events_that_name_a_block_twice_count_it_once():
+    keys = tuple(range(100, 200))
+    index = PrefixIndex()
+    index.store("a", (*keys, 199))
+    assert index.stats.blocks == index.stats.entries == 100
+    index = PrefixIndex()
+    index.store("a", keys)
+    index.remove("a", [*keys, *keys])
     assert index.stats.blocks == index.stats.entries == index.stats.holes == 0
 
 
