@@ -52,16 +52,6 @@ class Choice:
     inside_tpot: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """A prefill engine for one prompt: `ready_s` from now until it is computed there, `work_s` of it compute."""
-
-    ready_s: float
-    work_s: float
-    worker: WorkerLoad
-    cached_tokens: int
-
-
 def distance(a: WorkerLoad, b: WorkerLoad) -> Distance:
     if a.info.node and a.info.node == b.info.node:
         return Distance.NODE

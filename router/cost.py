@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from cluster.messages import Outcome, Path, Request, RequestRecord, Stage
-from router.choice import Choice, Distance, Question, Source, distance
+from router.choice import Choice, Distance, Question, distance
 from router.load import Mean, WorkerLoad
 
 T = TypeVar("T", bound=tuple[Any, ...])
@@ -127,15 +127,14 @@ class CostModel:
         """The best pair; None if no decode engine can ever hold the request."""
         waits = self._sources(q, prefills, now)
         _, index, best = _draw(waits, prefills, now, rng)
-        first = self._source(q, prefills[index], best, now)
-        near = self._nearest(q, prefills, waits, first, now)
+        near = self._nearest(prefills, waits, index, best)
         far = self.factor(Distance.FAR)
         request, slo_tpot = q.request, q.request.slo.tpot_s
         prompt, context, matched = request.prompt_tokens, q.context_tokens, q.matched.get
         tokens = prompt + request.n * int(q.output_tokens)
         transfers: dict[tuple[int, int], tuple[float, float]] = {}
-        candidates: list[tuple[float, int, float, float, Source]] = []
-        outside: list[tuple[float, int, float, float, Source]] = []
+        candidates: list[tuple[float, int, float, float, int]] = []
+        outside: list[tuple[float, int, float, float, int]] = []
         for i, d in enumerate(decodes):
             held = matched(d.name, 0)
             if d.step_base_s < 0:
@@ -155,7 +154,7 @@ class CostModel:
                 known = transfers[key] = self._transfer_s(q, d, held)
             counted, transfer = known
             # Less what every candidate shares, so that ties are judged on what d decides.
-            own, source = (far * transfer, first) if near is None else near(d, transfer)
+            own, source = (far * transfer, index) if near is None else near(d, transfer)
             rank = own - (transfer - counted)
             if best + own < room:
                 own = room - best
@@ -163,21 +162,15 @@ class CostModel:
             limit = slo_tpot if slo_tpot < d.tightest_tpot_s else d.tightest_tpot_s
             (candidates if tpot <= limit else outside).append((rank + tpot, i, own + tpot, tpot, source))
         if candidates:
-            _, index, own, tpot, source = _draw(candidates, decodes, now, rng)
+            _, sink, own, tpot, source = _draw(candidates, decodes, now, rng)
         elif outside:
-            _, index, own, tpot, source = min(outside, key=lambda c: (c[3], c[0], rng.random()))
+            _, sink, own, tpot, source = min(outside, key=lambda c: (c[3], c[0], rng.random()))
         else:
             return None
-        return Choice(
-            Path.SPLIT,
-            decodes[index],
-            source.worker,
-            best + own,
-            tpot,
-            source.cached_tokens,
-            source.work_s,
-            bool(candidates),
-        )
+        p = prefills[source]
+        cached = q.cached.get(p.name, 0)
+        work = prefill_s(p, prompt - cached, cached)
+        return Choice(Path.SPLIT, decodes[sink], p, best + own, tpot, cached, work, bool(candidates))
 
     def local(
         self, q: Question, decodes: Sequence[WorkerLoad], now: float, rng: random.Random, forced: Path | None
@@ -248,12 +241,13 @@ class CostModel:
             tpot = with_local_prefill(step, d.local_share(now) + work / self.window_s(q, step))
             ttft = max(d.backlog_s(now), room) + work + chunks * step
             return Choice(path, d, None, ttft, tpot, cached, work, tpot <= limit)
-        source = self._source(q, p, None, now)
+        ready = self._sources(q, [p], now)[0][2]
+        cached = q.cached.get(p.name, 0)
         missing = prompt - q.matched.get(d.name, 0)
         transfer = d.times.transfer_s(missing * d.info.kv_bytes_per_token) * self.factor(distance(p, d))
         tpot = with_local_prefill(d.step_s(q.context_tokens), d.local_share(now))
-        ttft = max(source.ready_s + transfer, room) + tpot
-        return Choice(path, d, p, ttft, tpot, source.cached_tokens, source.work_s, tpot <= limit)
+        ttft = max(ready + transfer, room) + tpot
+        return Choice(path, d, p, ttft, tpot, cached, prefill_s(p, prompt - cached, cached), tpot <= limit)
 
     def explain_prefill(self, q: Question, prefills: Sequence[WorkerLoad], now: float) -> list[dict[str, Any]]:
         """Every prefill candidate with the terms of its prediction."""
@@ -359,43 +353,46 @@ class CostModel:
             return 0.0
         return self.hold_s.value * max(1.0, short / max(1, p.used_blocks) * max(1, p.leases))
 
-    def _source(self, q: Question, p: WorkerLoad, ready: float | None, now: float) -> Source:
-        cached = q.cached.get(p.name, 0)
-        work = prefill_s(p, q.request.prompt_tokens - cached, cached)
-        if ready is None:
-            ready = self._sources(q, [p], now)[0][2]
-        return Source(ready, work, p, cached)
-
     def _nearest(
-        self,
-        q: Question,
-        prefills: Sequence[WorkerLoad],
-        waits: Sequence[tuple[float, int, float]],
-        first: Source,
-        now: float,
-    ) -> Callable[[WorkerLoad, float], tuple[float, Source]] | None:
+        self, prefills: Sequence[WorkerLoad], waits: Sequence[tuple[float, int, float]], first: int, best: float
+    ) -> Callable[[WorkerLoad, float], tuple[float, int]] | None:
         """How to find the best source for a given decode engine; None where distance makes no difference.
 
-        The result is (transfer time plus what the source is later than the best one, source).
+        Args:
+            waits: see `_sources`; `first` is the position of the best source, `best` when it is ready.
+
+        Returns:
+            From a decode engine and the modelled transfer to (transfer time plus what the source is later than the
+            best one, its position).
         """
         node, rack, far = (self.factor(d) for d in Distance)
         if node == rack == far:
             return None
-        by_node: dict[str, Source] = {}
-        by_rack: dict[str, Source] = {}
+        by_node: dict[str, tuple[float, int]] = {}
+        by_rack: dict[str, tuple[float, int]] = {}
         for _, i, ready in sorted(waits):
             info = prefills[i].info
             if info.node not in by_node or info.rack not in by_rack:
-                source = self._source(q, prefills[i], ready, now)
-                by_node.setdefault(info.node, source)
-                by_rack.setdefault(info.rack, source)
+                late = ready - best, i
+                by_node.setdefault(info.node, late)
+                by_rack.setdefault(info.rack, late)
+        preferred = 0.0, first
 
-        def nearest(d: WorkerLoad, transfer: float) -> tuple[float, Source]:
-            options = (first, by_node.get(d.info.node), by_rack.get(d.info.rack))
-            timed = [
-                (s.ready_s - first.ready_s + self.factor(distance(s.worker, d)) * transfer, s) for s in options if s
-            ]
-            return min(timed, key=_first)
+        def nearest(d: WorkerLoad, transfer: float) -> tuple[float, int]:
+            mine = d.info
+            at, chosen = math.inf, first
+            for option in (preferred, by_node.get(mine.node), by_rack.get(mine.rack)):
+                if option is None:
+                    continue
+                late, i = option
+                info = prefills[i].info
+                if mine.node and info.node == mine.node:
+                    factor = node
+                else:
+                    factor = rack if mine.rack and info.rack == mine.rack else far
+                if late + factor * transfer < at:
+                    at, chosen = late + factor * transfer, i
+            return at, chosen
 
         return nearest
 
@@ -417,7 +414,3 @@ def _draw(costs: list[T], workers: Sequence[WorkerLoad], now: float, rng: random
     if len(ties) == 1:
         return ties[0]
     return min(ties, key=lambda c: (workers[c[1]].recent(now), rng.random()))
-
-
-def _first(cost: tuple[float, Source]) -> float:
-    return cost[0]
