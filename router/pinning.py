@@ -33,6 +33,7 @@ class ReplicaWatch:
         self._key = (application, deployment)
         self._on_up, self._on_down, self.missed = on_up, on_down, on_missed
         self.replicas: set[str] = set()
+        self._died: set[str] = set()
         _WATCHES[self._key] = self
 
     def close(self) -> None:
@@ -41,14 +42,20 @@ class ReplicaWatch:
 
     def update(self, replicas: dict[str, dict[str, Any]]) -> None:
         """The whole replica set: unique id -> metadata."""
+        self._died &= replicas.keys()
         for gone in self.replicas - replicas.keys():
-            self.drop(gone)
+            self._drop(gone)
         for replica_id, metadata in replicas.items():
-            if replica_id not in self.replicas and metadata:
+            if replica_id not in self.replicas and replica_id not in self._died and metadata:
                 self.replicas.add(replica_id)
                 self._on_up(replica_id, metadata)
 
-    def drop(self, replica_id: str) -> None:
+    def died(self, replica_id: str) -> None:
+        """Its process is gone. Serve may go on listing it until its controller has noticed."""
+        self._died.add(replica_id)
+        self._drop(replica_id)
+
+    def _drop(self, replica_id: str) -> None:
         if replica_id in self.replicas:
             self.replicas.discard(replica_id)
             self._on_down(replica_id)
@@ -60,25 +67,38 @@ class PinnedRequestRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
+        if pending_request is not None:
+            # Serve asks again at once where this is false, in a loop without a pause: nothing else would run any more.
+            pending_request.routing_context.should_backoff = True
         wanted = _wanted(pending_request)
         if wanted is None:
             return [candidate_replicas]
         chosen = [r for r in candidate_replicas if r.replica_id.unique_id == wanted]
-        watch = self._watch()
-        if not chosen and watch is not None and wanted not in watch.replicas and pending_request is not None:
-            # It left after it was chosen. Serve would ask again for ever; the call's owner must hear of it.
-            watch.missed(pending_request.args[0])
+        if not chosen:
+            self._tell_missed()
         return [chosen]
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
         if (watch := self._watch()) is not None:
             watch.update({r.replica_id.unique_id: r.replica_metadata for r in replicas})
+            self._tell_missed()
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
         if (watch := self._watch()) is not None:
-            watch.drop(replica_id.unique_id)
+            watch.died(replica_id.unique_id)
+            self._tell_missed()
+
+    def _tell_missed(self) -> None:
+        """Calls whose replica left before it got them. Serve would hold them for ever; their owner must hear of it."""
+        watch = self._watch()
+        if watch is None:
+            return
+        for pending in list(self._pending_requests_by_id.values()):
+            wanted = _wanted(pending)
+            if wanted is not None and wanted not in watch.replicas and not pending.future.done():
+                watch.missed(pending.args[0])
 
     def _watch(self) -> ReplicaWatch | None:
         # Serve ships this class by value, with a copy of this module's globals: only an import finds the real ones.
