@@ -120,6 +120,8 @@ class SimulatedEngine:
         self._lease_s, self._recompute, self._speed = lease_s, recompute, settings.speed
         self.scheduler = Scheduler(spec.scheduler, spec.times, random.Random(seed), record_events=publisher is not None)
         self.faults = Faults.of(settings.faults, settings.seed)
+        if publisher is not None:
+            publisher.faults = self.faults
         self._loop = asyncio.get_running_loop()
         self.leases = LeaseBook(self._pulled, self._loop.time)
         self.busy_s = 0.0

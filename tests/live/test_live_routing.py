@@ -19,7 +19,7 @@ from rich.console import Console
 
 from tests.chaos.run import MODEL, Cluster, config
 
-pytestmark = [pytest.mark.live, pytest.mark.slow, pytest.mark.slow]
+pytestmark = [pytest.mark.live, pytest.mark.slow]
 
 PORT = 8194
 BLOCK = 128

@@ -15,6 +15,7 @@ import zmq
 import zmq.asyncio
 
 from cluster.engine.scheduler.kv import KvEvent, Removed, Stored
+from cluster.engine.simulation.faults import Batch, Faults
 
 BUFFER_BATCHES = 10_000
 _END = (-1).to_bytes(8, "big", signed=True)
@@ -66,9 +67,15 @@ class Blocks:
 
 
 class KvPublisher:
-    """Publishes batches and answers replay requests, on two free ports of `ports`."""
+    """Publishes batches and answers replay requests, on two free ports of `ports`.
+
+    Attributes:
+        faults: what becomes of batches on their way to subscribers; replays are not touched.
+    """
 
     def __init__(self, host: str, ports: range) -> None:
+        self.faults: Faults | None = None
+        self._late: list[Batch] = []
         self._context = zmq.asyncio.Context()
         self._pub = self._context.socket(zmq.PUB)
         self._replay = self._context.socket(zmq.ROUTER)
@@ -84,7 +91,11 @@ class KvPublisher:
         body = msgspec.msgpack.encode([now, events, 0])
         number, self._next = self._next, self._next + 1
         self._buffer.append((number, body))
-        self._pub.send_multipart([b"", number.to_bytes(8, "big"), body], flags=zmq.NOBLOCK)
+        sent = [(number, body)]
+        if self.faults is not None:
+            sent = self.faults.events_on_the_wire((number, body), self._late)
+        for number, body in sent:
+            self._pub.send_multipart([b"", number.to_bytes(8, "big"), body], flags=zmq.NOBLOCK)
 
     async def _answer(self) -> None:
         while True:

@@ -77,6 +77,9 @@ class FaultSettings(Section):
     slowdown: float = Field(1.0, gt=0, description="multiplies every step's time")
     stall_after_s: float | None = Field(None, ge=0, description="makes no step any more")
     die_after_s: float | None = Field(None, ge=0)
+    kv_events_lost_share: float = Field(0.0, ge=0, le=1, description="KV event batches that no subscriber gets")
+    kv_events_doubled_share: float = Field(0.0, ge=0, le=1, description="batches that subscribers get twice")
+    kv_events_late_share: float = Field(0.0, ge=0, le=1, description="batches that come after the one that follows")
 
 
 class SimulatedSettings(Section):
