@@ -41,12 +41,18 @@ class LocalCluster:
     owns_ray: bool
     started_s: float
     ready_s: dict[str, float] = field(default_factory=dict)
+    _router: Any = None
 
     def router_status(self) -> dict[str, Any]:
         """What `/pdserve/status` shows, asked inside: the path may want an operator's key."""
         from ray import serve
 
-        value: dict[str, Any] = serve.get_app_handle(self.config.name).status.remote().result(timeout_s=10)
+        if self._router is None:
+            handle = serve.get_app_handle(self.config.name)
+            # The routers' own setting, which this process shares, is for event loops; here is none.
+            handle._init(_run_router_in_separate_loop=True)  # type: ignore[no-untyped-call]
+            self._router = handle
+        value: dict[str, Any] = self._router.status.remote().result(timeout_s=10)
         return value
 
     def stop(self, *, progress: Progress | None = None) -> None:
@@ -236,9 +242,11 @@ def _wait_for_pairs(cluster: LocalCluster, tell: Callable[[str], None], stop: Ca
     config = cluster.config
     deadline = time.monotonic() + config.engine.start_timeout_s
     while not stop():
-        problem = "the router"
-        with contextlib.suppress(Exception):
+        try:
             status = cluster.router_status()
+        except Exception as e:  # it starts, or it failed: either way Serve tries again
+            problem = f"the router ({type(e).__name__}: {_line(e)})"
+        else:
             problem = ""
             for role in (Role.DECODE, Role.PREFILL):
                 pool = status["pools"].get(role.value)
