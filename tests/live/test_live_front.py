@@ -7,84 +7,23 @@ prefill leg contradicts itself; max_tokens=1; caller-chosen request id; tenant i
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import socket
 import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
-import uvicorn
-from bad_bodies import CHAT, COMPLETION, TABLE, VOCAB, Bad
-from in_process import HIGH, LOW, Cluster, until
-
-from cluster.config import LimitsConfig, parse
-from cluster.engine.simulation.tokens import TokenStream
-from cluster.messages import Slo
+from bad_bodies import CHAT, COMPLETION, TABLE, Bad
+from front import MODEL, Front, completion, events, right, running, strict
+from in_process import LOW, until
 
 # Importing vLLM and torch warns of their own affairs.
 pytestmark = [pytest.mark.live, pytest.mark.filterwarnings("default")]
 
-MODEL = "front"
-CONFIG = {"model": {"id": "embedded", "served_name": MODEL}, "engine": {"kind": "simulated"}}
-KEYS = {"KEYS": "key-of-tenant-a a,key-of-tenant-b b"}
-LIMITS = LimitsConfig(silent_s=2, stall_s=3, queue_s=5, idle_s=5, first_token_s=5, prefill_s=5)
-
-
-class Front:
-    def __init__(self, cluster: Cluster, url: str) -> None:
-        self.cluster, self.url = cluster, url
-
-
-async def build(port: int, tenants: dict[str, str], http_options: dict[str, Any]) -> tuple[Cluster, uvicorn.Server]:
-    from cluster.engine.vllm.arguments import shared_arguments
-    from cluster.engine.vllm.environment import base_environment
-    from cluster.models.resolve import resolve
-
-    config = parse(CONFIG | {"router": {"tenants": tenants, "http": http_options}})
-    model = resolve(config.model)
-    os.environ.update(base_environment(config, True))
-    from cluster.engine.vllm.serving import build_openai_app, describe_model
-    from router.engine_client import ClusterEngineClient
-    from router.gateway.stack import guard
-
-    client = ClusterEngineClient(describe_model(shared_arguments(config, model.path)), "router", Slo(1, 1), lambda: 16)
-    cluster = Cluster(seed=1, deliver=client.deliver_jobs, limits=LIMITS)
-    client.dispatcher = cluster.dispatcher
-    await cluster.start(prefill=2, decode=2)
-    arguments = ["--model", model.path, "--served-model-name", MODEL, "--no-enable-log-requests"]
-    arguments.append("--enable-prompt-tokens-details")
-    app = await build_openai_app(client, arguments)
-    vocabulary = client.model_config.get_vocab_size()
-    assert vocabulary == VOCAB
-    guarded = guard(app, config.router, vocab_size=vocabulary, slo=Slo(1, 1), environ=KEYS)
-    server = uvicorn.Server(uvicorn.Config(guarded, port=port, log_level="warning", lifespan="off"))
-    return cluster, server
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-async def running(tenants: dict[str, str], **http_options: Any) -> AsyncIterator[Front]:
-    port = free_port()
-    cluster, server = await build(port, tenants, http_options)
-    task = asyncio.create_task(server.serve())
-    await until(lambda: server.started, 10.0)
-    yield Front(cluster, f"http://127.0.0.1:{port}")
-    server.should_exit = True
-    await task
-    await cluster.stop()
-
 
 @pytest.fixture(scope="module")
 async def front() -> AsyncIterator[Front]:
-    async for it in running({}, keep_alive_s=0.2):
+    async with running(http={"keep_alive_s": 0.2}) as it:
         yield it
 
 
@@ -92,42 +31,6 @@ async def front() -> AsyncIterator[Front]:
 async def http(front: Front) -> AsyncIterator[httpx.AsyncClient]:
     async with httpx.AsyncClient(base_url=front.url, timeout=30) as client:
         yield client
-
-
-def strict(text: str) -> dict:
-    def refuse(name: str) -> None:
-        raise AssertionError(f"{name} is not JSON")
-
-    return json.loads(text, parse_constant=refuse)
-
-
-def completion(**fields: Any) -> dict[str, Any]:
-    return {
-        "model": MODEL, "prompt": list(range(LOW, LOW + 50)), "max_tokens": 8, "temperature": 0, "ignore_eos": True,
-        "return_token_ids": True,
-    } | fields  # fmt: skip
-
-
-def right(count: int, prompt: list[int] | None = None) -> list[int]:
-    return TokenStream(prompt or list(range(LOW, LOW + 50)), LOW, HIGH).take(count)
-
-
-async def events(
-    http: httpx.AsyncClient, body: dict[str, Any], path: str = COMPLETION
-) -> tuple[int, list[dict], bool, int]:
-    """Status, events, whether [DONE] came, comments."""
-    found: list[dict] = []
-    done, comments = False, 0
-    async with http.stream("POST", path, json=body | {"stream": True}) as response:
-        if response.status_code != 200:
-            return response.status_code, [json.loads(await response.aread())], False, 0
-        async for line in response.aiter_lines():
-            comments += line.startswith(":")
-            if line == "data: [DONE]":
-                done = True
-            elif line.startswith("data: "):
-                found.append(json.loads(line[6:]))
-    return 200, found, done, comments
 
 
 @pytest.mark.parametrize("bad", TABLE, ids=str)
@@ -268,7 +171,7 @@ async def test_a_long_wait_for_the_first_token_is_kept_alive(front: Front, http:
 
 async def test_a_failure_before_the_first_byte_has_a_real_status() -> None:
     """Kind: stream ends silently (b)."""
-    async for front in running({}):
+    async with running() as front:
         for name, worker in front.cluster.transport.workers.items():
             if name.startswith("decode"):
                 front.cluster.dispatcher.on_worker_down(worker.info.worker_id)
@@ -285,29 +188,31 @@ async def test_a_failure_before_the_first_byte_has_a_real_status() -> None:
 
 async def test_tenants_share_no_block() -> None:
     """Kind: tenant isolation of the prefix cache, at prefill and decode engines alike."""
-    async for front in running({"api_keys_env": "KEYS"}):
-        async with httpx.AsyncClient(base_url=front.url, timeout=30) as http:
+    async with (
+        running({"api_keys_env": "KEYS"}) as front,
+        httpx.AsyncClient(base_url=front.url, timeout=30) as http,
+    ):
 
-            async def cached(key: str, **more: Any) -> int:
-                prompt = list(range(LOW, LOW + 512))
-                headers = {"authorization": f"Bearer {key}"}
-                response = await http.post(
-                    COMPLETION, json=completion(prompt=prompt, max_tokens=2, **more), headers=headers
-                )
-                assert response.status_code == 200, response.text
-                return int((response.json()["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+        async def cached(key: str, **more: Any) -> int:
+            prompt = list(range(LOW, LOW + 512))
+            headers = {"authorization": f"Bearer {key}"}
+            response = await http.post(
+                COMPLETION, json=completion(prompt=prompt, max_tokens=2, **more), headers=headers
+            )
+            assert response.status_code == 200, response.text
+            return int((response.json()["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
 
-            # Each pool has two engines: ask often enough that both have been met.
-            for _ in range(6):
-                await cached("key-of-tenant-a")
-            assert await cached("key-of-tenant-a") >= 496
-            from router.gateway.salt import namespace_salt
+        # Each pool has two engines: ask often enough that both have been met.
+        for _ in range(6):
+            await cached("key-of-tenant-a")
+        assert await cached("key-of-tenant-a") >= 496
+        from router.gateway.salt import namespace_salt
 
-            for salt in (None, "s", namespace_salt("a", None)):
-                more = {} if salt is None else {"cache_salt": salt}
-                assert await cached("key-of-tenant-b", **more) == 0
-            assert await cached("key-of-tenant-a", cache_salt="mine") == 0
-            assert (await http.post(COMPLETION, json=completion())).status_code == 401
+        for salt in (None, "s", namespace_salt("a", None)):
+            more = {} if salt is None else {"cache_salt": salt}
+            assert await cached("key-of-tenant-b", **more) == 0
+        assert await cached("key-of-tenant-a", cache_salt="mine") == 0
+        assert (await http.post(COMPLETION, json=completion())).status_code == 401
 
 
 async def dying(front: Front, body: dict[str, Any], after_s: float = 0.25) -> tuple[asyncio.Task, Any]:
@@ -325,14 +230,14 @@ async def dying(front: Front, body: dict[str, Any], after_s: float = 0.25) -> tu
 
 async def test_what_can_be_moved_goes_on_and_what_cannot_ends_with_an_error_event() -> None:
     """Kinds: retry in mid-stream; stream ends silently (a)."""
-    async for front in running({}):
+    async with running() as front:
         _, (status, found, done, _) = await dying(front, completion(max_tokens=400, stream=True))
         tokens = [t for e in found for c in e["choices"] for t in c.get("token_ids") or []]
         reasons = [c["finish_reason"] for e in found for c in e["choices"] if c.get("finish_reason")]
         assert (status, done, reasons) == (200, True, ["length"])
         assert tokens == right(400)
         assert front.cluster.dispatcher.migrations == 1
-    async for front in running({}):
+    async with running() as front:
         seeded = completion(max_tokens=400, stream=True, seed=5, temperature=1.0)
         _, (status, found, _, _) = await dying(front, seeded)
         errors = [e["error"] for e in found if "error" in e]
@@ -347,7 +252,7 @@ async def test_what_can_be_moved_goes_on_and_what_cannot_ends_with_an_error_even
 
 
 async def test_an_answer_that_is_not_streamed_is_computed_again() -> None:
-    async for front in running({}):
+    async with running() as front:
         _, response = await dying(front, completion(max_tokens=400, n=2, seed=5, temperature=1.0))
         assert response.status_code == 200, response.text
         answer = response.json()

@@ -36,17 +36,13 @@ from kv_transfer.settings import TICKET_REQUEST
 from router.dispatcher import Dispatcher
 
 LOW, HIGH = 300, 1999
-CONFIG = {
-    "engine": {
-        "kind": "simulated",
-        "simulated": {
-            "linear": {"fixed_ms": 3, "per_prefill_token_us": 20, "transfer_fixed_ms": 2},
-            "max_model_len": 4096,
-            "kv_blocks": 4000,
-            "token_ids": [LOW, HIGH],
-        },
-    }
+SIMULATED: dict[str, Any] = {
+    "linear": {"fixed_ms": 3, "per_prefill_token_us": 20, "transfer_fixed_ms": 2},
+    "max_model_len": 4096,
+    "kv_blocks": 4000,
+    "token_ids": [LOW, HIGH],
 }
+CONFIG: dict[str, Any] = {"engine": {"kind": "simulated", "simulated": SIMULATED}}
 
 
 class InProcess:
@@ -156,32 +152,56 @@ def deliver_to_clients(batch: list[tuple[Client, int, EngineDelta, int | None]])
 
 
 class Cluster:
-    def __init__(self, seed: int, deliver: Any = None, limits: LimitsConfig | None = None) -> None:
+    """
+    Args:
+        simulated: settings of `engine.simulated` that differ from `CONFIG`.
+        placing: what the dispatcher asks for places; default draws at random.
+        admission: of the dispatcher; default lets everything in.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        deliver: Any = None,
+        limits: LimitsConfig | None = None,
+        simulated: dict[str, Any] | None = None,
+        placing: Any = None,
+        admission: Any = None,
+    ) -> None:
         self.rng = random.Random(seed)
         self.transport = InProcess()
-        self.placing = FakePlacing()
+        self.placing = placing or FakePlacing()
+        self.records: list[RequestRecord] = []
+        self._config = parse({"engine": {**CONFIG["engine"], "simulated": {**SIMULATED, **(simulated or {})}}})
+        self._network: dict = {}
         self.dispatcher = self.transport.dispatcher = Dispatcher(
             self.transport,
             self.placing,
             limits or LimitsConfig(),
             deliver=deliver or deliver_to_clients,
             ticket_request=TICKET_REQUEST,
-            on_record=lambda _: None,
+            on_record=self.records.append,
             clock=time.monotonic,
             rng=self.rng,
+            admission=admission,
         )
         self.clients: list[Client] = []
 
     async def start(self, prefill: int, decode: int) -> None:
         await self.transport.links.start("router", "127.0.0.1")
-        network: dict = {}
-        config = parse(CONFIG)
         for role in [Role.PREFILL] * prefill + [Role.DECODE] * decode:
-            name = f"{role.value}{len(self.transport.workers)}"
-            where = {"worker_id": name, "incarnation": "i", "host": "127.0.0.1", "node": "n"}
-            engine = await create(config, role, **where, peers=LocalPeers(network), publish=False)
-            self.transport.workers[name] = Worker(engine, lease_s=300)
-            self.dispatcher.on_worker_up(engine.info)
+            await self.add(role)
+
+    async def add(self, role: Role) -> Worker:
+        name = f"{role.value}{len(self.transport.workers)}"
+        where = {"worker_id": name, "incarnation": "i", "host": "127.0.0.1", "node": "n"}
+        engine = await create(self._config, role, **where, peers=LocalPeers(self._network), publish=False)
+        worker = self.transport.workers[name] = Worker(engine, lease_s=300)
+        self.dispatcher.on_worker_up(engine.info)
+        return worker
+
+    def workers(self, role: Role) -> list[Worker]:
+        return [w for w in self.transport.workers.values() if w.info.role is role]
 
     def send(self, prompt_tokens: int, max_tokens: int, n: int = 1) -> Client:
         prompt = [self.rng.randrange(LOW, HIGH) for _ in range(prompt_tokens)]
@@ -196,7 +216,7 @@ class Cluster:
             "requests": self.dispatcher.running,
             "legs": self.dispatcher.open_legs,
             "calls": len(self.transport.calls),
-            "places": len(self.placing.held),
+            "places": len(getattr(self.placing, "held", ())),
             "leases": sum(s.open_leases for s in snapshots) + len(self.dispatcher.leases),
             "blocks": sum(s.kv_used_blocks for s in snapshots),
             "sequences": sum(s.running + s.waiting for s in snapshots),
