@@ -29,6 +29,7 @@ from router import lifecycle_messages as msg
 from router.admission import Admission, Queue
 from router.placement import Placer
 from router.prefix_index import PrefixIndex
+from router.times import WorkerTimes
 
 # How often the queue is looked at while nothing else happens; as router/waiting.py.
 PUMP_S = 0.01
@@ -44,6 +45,8 @@ class Options:
         max_repeats: iterations that one event may cover; 1 is the slow, plain way.
         keep_itl: keep every gap between tokens in the records (32 bytes each).
         timeline: keep what every engine did and when (see cluster/sim/trace.py).
+        learn: the router begins with a guess of its engines' times and learns them from requests, as a live one
+            does; otherwise it is told.
     """
 
     seed: int = 0
@@ -52,6 +55,7 @@ class Options:
     max_repeats: int = MAX_REPEATS
     keep_itl: bool = True
     timeline: bool = False
+    learn: bool = False
 
 
 @dataclass(slots=True)
@@ -118,10 +122,11 @@ class Fleet:
         if not config.colocated:
             self.specs[Role.PREFILL] = engine_spec(config, Role.PREFILL)
         placement = config.router.placement
+        self.times = WorkerTimes() if self.options.learn else None
         self.index = PrefixIndex(placement.index_max_blocks)
         self.placer = Placer(
             placement,
-            lambda info: self.specs[info.role].times,
+            self.times.of if self.times is not None else lambda info: self.specs[info.role].times,
             self.index,
             colocated=config.colocated,
             tp_pairs=config.kv_transfer.tp_pairs,
@@ -324,6 +329,8 @@ class Fleet:
     def finish(self, record: RequestRecord) -> None:
         del self.runs[record.request_id]
         self.placer.on_end(record.request_id, self.kernel.now)
+        if self.times is not None:
+            self.times.observe(record)
         self.placer.observe(record)
         self.counters.finish(record)
         if not self.options.keep_itl:

@@ -1,0 +1,189 @@
+"""`make fidelity`: the simulator's error against live clusters, at three loads each.
+
+    python -m loadtests.fidelity                             # what is in out/fidelity is not measured again
+    python -m loadtests.fidelity --part simulated --again    # one part, measured again
+
+`simulated`: simulated engines in real time under Ray. `real`: vLLM engines on CPU; `pdserve fit` measures one of them
+first. Prints the tables as Markdown and, last, one line of JSON with the largest errors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import yaml
+from rich.console import Console
+
+from cluster.config import ClusterConfig
+from cluster.errors import UserError
+from cluster.perf.profile import read_profile, write_profile
+from loadtests.fidelity import live, simulator
+from loadtests.fidelity.compare import Agreement, Figures, agreement, errors, figures, largest
+from loadtests.fidelity.model import write_model
+from loadtests.fidelity.plan import PARTS, Plan, load, twin
+
+SEEDS = 5
+"""The router draws among equal engines; the simulator's figures are means over so many draws."""
+
+err = Console(stderr=True, highlight=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One load: both sides and the simulator's errors."""
+
+    rate_per_s: float
+    live: Figures
+    simulated: Figures
+    errors: dict[str, float]
+    agreement: Agreement
+
+
+def measured(plan: Plan, folder: Path, again: bool) -> dict[str, Any]:
+    """The live session, from its file if that is there and of this plan."""
+    path = folder / "session.json"
+    if path.exists() and not again:
+        session: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if session["plan"] == plan.model_dump(mode="json", by_alias=True):
+            return session
+        err.print(f"{path} is of another plan: measuring again")
+    session = live.run(plan, _model(plan, folder), folder, err.print)
+    live.write(session, path)
+    return session
+
+
+def fitted(plan: Plan, folder: Path, again: bool) -> Path | None:
+    """The profile of the real engine, from its file if it is there."""
+    if not plan.fit:
+        return None
+    path = folder / "fitted.json"
+    if path.exists() and not again:
+        return path
+    config = folder / "fit.yaml"
+    config.write_text(yaml.safe_dump(plan.live(_model(plan, folder))), encoding="utf-8")
+    err.print("measuring one engine")
+    command = [sys.executable, "-m", "cluster.cli", "fit", str(config), "--out", str(path), "--max-batch", "16"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    (folder / "fit.log").write_text(done.stdout, encoding="utf-8")
+    if done.returncode:
+        raise UserError(f"pdserve fit failed; see {folder / 'fit.log'}")
+    err.print(done.stdout[-1500:])
+    return path
+
+
+def compared(
+    plan: Plan, session: dict[str, Any], profile: Path | None, folder: Path
+) -> tuple[list[Row], simulator.Overheads]:
+    config = _twin(plan, session, profile, folder)
+    slo = config.slo.to_slo()
+    overheads = simulator.measured_overheads(config, plan, session)
+    plays = [simulator.play(config, plan, session, overheads, seed) for seed in range(SEEDS)]
+    rows = []
+    for i, rate in enumerate(plan.rates_per_s, 1):
+        records = simulator.live_records(session["runs"][i], slo)
+        theirs = figures(records)
+        each = [figures(play[i]) for play in plays]
+        ours = Figures(
+            theirs.requests, **{name: mean(getattr(f, name) for f in each) for name in Figures.__slots__[1:]}
+        )
+        rows.append(Row(rate, theirs, ours, errors(ours, theirs), agreement(plays[0][i], records)))
+    return rows, overheads
+
+
+def _twin(plan: Plan, session: dict[str, Any], profile: Path | None, folder: Path) -> ClusterConfig:
+    if profile is None:
+        return twin(plan, None, None)
+    fit = read_profile(profile)
+    fixed_s, byte_s = simulator.measured_transfer(session)
+    whole = replace(fit, coefficients=replace(fit.coefficients, transfer_fixed_s=fixed_s, transfer_byte_s=byte_s))
+    path = folder / "profile.json"
+    write_profile(whole, path)
+    return twin(plan, path, dict(fit.provenance))
+
+
+def _model(plan: Plan, folder: Path) -> Path | None:
+    return None if plan.shape is None else write_model(plan.shape, folder / "model")
+
+
+def table(plan: Plan, rows: Sequence[Row], overheads: simulator.Overheads) -> str:
+    lines = [
+        f"{plan.description}. Fixed overheads, measured idle: {1e3 * overheads.hop_s:.1f} ms a message between router "
+        f"and engine, {1e3 * overheads.edge_s:.1f} ms between client and router.",
+        "",
+        "| req/s | requests | side | TTFT p50 | TTFT p99 | TPOT p50 | TPOT p99 | attainment | same path, P, D |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        for side, f in (("live", row.live), ("simulator", row.simulated)):
+            times = (f.ttft_p50_s, f.ttft_p99_s, f.tpot_p50_s, f.tpot_p99_s)
+            cells = " | ".join(f"{1e3 * t:.1f} ms" for t in times)
+            lines.append(
+                f"| {row.rate_per_s:g} | {row.live.requests} | {side} | {cells} | {100 * f.attainment:.1f}% | |"
+            )
+        e, a = row.errors, row.agreement
+        cells = " | ".join(f"{100 * e[n]:+.1f}%" for n in ("ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "tpot_p99_s"))
+        same = f"{100 * a.path:.0f}%, {100 * a.prefill:.0f}%, {100 * a.decode:.0f}%"
+        lines.append(f"| | | error | {cells} | {e['attainment_points']:+.1f} points | {same} |")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m loadtests.fidelity", description=__doc__.splitlines()[0])
+    parser.add_argument("--part", choices=PARTS, action="append", help="one part only; default: both")
+    parser.add_argument("--again", action="store_true", help="measure the live side again")
+    parser.add_argument("--fit-again", action="store_true", help="measure the engine again")
+    parser.add_argument("--fit-only", action="store_true", help="stop after `pdserve fit`")
+    parser.add_argument("--out", type=Path, default=Path("out/fidelity"))
+    o = parser.parse_args(argv)
+    key: dict[str, float | None] = {}
+    verdicts = []
+    try:
+        for part in o.part or PARTS:
+            plan, folder = load(part), o.out / part
+            folder.mkdir(parents=True, exist_ok=True)
+            profile = fitted(plan, folder, o.fit_again)
+            if o.fit_only:
+                continue
+            rows, overheads = compared(plan, measured(plan, folder, o.again), profile, folder)
+            text = table(plan, rows, overheads)
+            (folder / "table.md").write_text(text + "\n", encoding="utf-8")
+            print(text + "\n")
+            e = [row.errors for row in rows]
+            prefix = "live_simulated" if part == "simulated" else part
+            key |= {f"{prefix}_p50_err": largest(e, "p50"), f"{prefix}_p99_err": largest(e, "p99")}
+            verdicts.append(_verdict(part, plan, e))
+            if plan.tolerance.attainment_points is not None:
+                key["attainment_err_points"] = max(abs(row["attainment_points"]) for row in e)
+            (folder / "rows.json").write_text(
+                json.dumps({"overheads": asdict(overheads), "rows": [asdict(r) for r in rows]}, indent=1)
+            )
+    except UserError as mistake:
+        print(f"fidelity: {mistake}", file=sys.stderr)
+        return 2
+    for line in verdicts:
+        print(line)
+    print(json.dumps({k: None if v is None else round(v, 4) for k, v in key.items()}), flush=True)
+    return 0
+
+
+def _verdict(part: str, plan: Plan, e: Sequence[dict[str, float]]) -> str:
+    t = plan.tolerance
+    checks = [(f"p50 {100 * largest(e, 'p50'):.1f}%", largest(e, "p50") <= t.p50, f"{100 * t.p50:g}%")]
+    checks.append((f"p99 {100 * largest(e, 'p99'):.1f}%", largest(e, "p99") <= t.p99, f"{100 * t.p99:g}%"))
+    if t.attainment_points is not None:
+        worst = max(abs(row["attainment_points"]) for row in e)
+        checks.append((f"attainment {worst:.1f} points", worst <= t.attainment_points, f"{t.attainment_points:g}"))
+    words = ", ".join(f"{what} ({'within' if ok else 'NOT within'} {bound})" for what, ok, bound in checks)
+    return f"{part}: largest errors: {words}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""What one part of the fidelity table compares: a YAML beside this file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import Field, model_validator
+
+from cluster.config import ClusterConfig, Section, parse
+from cluster.workload.spec import Workload
+
+PARTS = ("simulated", "real")
+
+
+class Tolerance(Section):
+    """Relative errors of percentiles, and points of attainment."""
+
+    p50: float = Field(gt=0)
+    p99: float = Field(gt=0)
+    attainment_points: float | None = Field(None, gt=0)
+
+
+class Shape(Section):
+    """A decoder with random weights, of a size that makes steps long beside what surrounds them."""
+
+    hidden: int = Field(512, ge=64)
+    layers: int = Field(8, ge=1)
+    intermediate: int = Field(1536, ge=64)
+    heads: int = Field(8, ge=1)
+    kv_heads: int = Field(4, ge=1)
+
+
+class Plan(Section):
+    """
+    Attributes:
+        probes: sent before all loads, one at a time: what an idle cluster adds to the engines' own times.
+        rates_per_s: arrival rates; each is `workload` at that rate, with a seed of its own.
+        fit: the simulator takes its step times from a profile that `pdserve fit` measures on this engine.
+        shape: served instead of `cluster.model`.
+    """
+
+    description: str
+    tolerance: Tolerance
+    cluster: dict[str, Any]
+    probes: Workload
+    workload: Workload
+    rates_per_s: tuple[float, ...] = Field(min_length=1)
+    fit: bool = False
+    shape: Shape | None = None
+
+    @model_validator(mode="after")
+    def _open(self) -> Plan:
+        if self.workload.closed or self.probes.closed:
+            raise ValueError("closed loops have no schedule that two sides could share")
+        return self
+
+    def live(self, model: Path | None) -> dict[str, Any]:
+        """The cluster as `pdserve serve` takes it."""
+        if model is None:
+            return self.cluster
+        return {**self.cluster, "model": {**self.cluster.get("model", {}), "id": str(model)}}
+
+    def loads(self) -> list[Workload]:
+        base = next(iter(self.workload.arrivals())).at_s  # a workload without requests fails here, not in the middle
+        assert base >= 0
+        rate = self.workload.arrivals_.rate_per_s  # type: ignore[union-attr]
+        return [
+            self.workload.at_rate(wanted / rate).model_copy(update={"seed": self.workload.seed + i})
+            for i, wanted in enumerate(self.rates_per_s)
+        ]
+
+
+def load(part: str) -> Plan:
+    path = Path(__file__).parent / f"{part}.yaml"
+    return Plan.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+
+
+def twin(plan: Plan, profile: Path | None, fitted: dict[str, Any] | None) -> ClusterConfig:
+    """The cluster that the simulator runs: the same one, with simulated engines as they were measured."""
+    if profile is None or fitted is None:
+        return parse(plan.cluster)
+    engine = {
+        "kind": "simulated",
+        "simulated": {
+            "times": str(profile),
+            "kv_blocks": fitted["kv_total_blocks"],
+            "kv_bytes_per_token": fitted["kv_bytes_per_token"],
+            "block_size_tokens": fitted["block_size_tokens"],
+            "max_num_batched_tokens": fitted["max_num_batched_tokens"],
+            "max_num_seqs": fitted["max_num_seqs"],
+        },
+    }
+    return parse({**plan.cluster, "engine": engine})
