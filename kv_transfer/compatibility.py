@@ -76,8 +76,13 @@ def check_pair(prefill: Mapping[str, Any], decode: Mapping[str, Any], *, tp_pair
         # Other types have other scales: one reason is enough.
         refusals = [refusal for refusal in refusals if refusal.field != "cache_scales"]
     if "tp" in prefill and "tp" in decode and not any(r.field in ("kv_heads", "latent") for r in refusals):
-        refusals += _layouts(prefill, decode, tp_pairs)
+        refusals += check_layouts(prefill, decode, tp_pairs=tp_pairs)
     return refusals
+
+
+def check_layouts(prefill: Mapping[str, Any], decode: Mapping[str, Any], *, tp_pairs: TpPairs) -> list[Refusal]:
+    """The part of `check_pair` that is about layouts (`tp`, `pp`, `kv_heads`, `latent`), which the planner asks too."""
+    return list(_layouts(prefill, decode, tp_pairs))
 
 
 def _layouts(prefill: Mapping[str, Any], decode: Mapping[str, Any], tp_pairs: TpPairs) -> Iterator[Refusal]:
@@ -99,7 +104,8 @@ def _layouts(prefill: Mapping[str, Any], decode: Mapping[str, Any], tp_pairs: Tp
     if not divides(total, p) or not divides(total, d):
         yield Refusal("tp", p, d, f"{total} KV heads divide over neither fewer nor more such ranks")
     elif p > d and replicated(total, p):
-        yield Refusal("tp", p, d, f"the connector cannot gather from {p} ranks that hold copies of {total} KV heads")
+        yield Refusal("tp", p, d, f"the connector cannot gather from {p} ranks that hold copies of {total} KV heads; "
+                      f"use at most tp {max(d, total)} for prefill")  # fmt: skip
     elif tp_pairs == "connector":
         return
     elif p > d:

@@ -146,6 +146,7 @@ def _bench_engine(
         "tp": layout.tp,
         "pp": layout.pp,
         "max_num_batched_tokens": info.max_num_batched_tokens,
+        "max_num_seqs": info.max_num_seqs,
         "block_size_tokens": info.block_size_tokens,
         "kv_total_blocks": info.kv_total_blocks,
         "kv_bytes_per_token": info.kv_bytes_per_token,

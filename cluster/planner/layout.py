@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from cluster.errors import UserError
 from cluster.perf.model_shape import ModelShape
+from kv_transfer.compatibility import check_layouts
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -79,25 +80,18 @@ class Topology:
         return " + ".join(str(pool) for pool in self.colocated) + chunk
 
 
-def check_pair(shape: ModelShape, prefill: Layout, decode: Layout) -> None:
-    """Whether KV of one layout can be read by the other.
-
-    NIXL's connector maps each decode rank to the prefill ranks that hold its heads. With more prefill ranks than
-    KV heads several hold the same head, and a decode group of fewer ranks cannot be mapped; latent caches are whole
-    on every rank and have no such bound.
+def require_pair(shape: ModelShape, prefill: Layout, decode: Layout) -> None:
+    """Whether KV of one layout can be read by the other: by the rules that live engines are paired by, and everything
+    that the connector can do (`kv_transfer.tp_pairs: connector`).
 
     Raises:
         UserError: the pair cannot exchange KV.
     """
-    if not shape.latent and prefill.tp > decode.tp and prefill.tp > shape.kv_heads:
-        raise UserError(
-            f"prefill tp {prefill.tp} is above decode tp {decode.tp} and above the {shape.kv_heads} KV heads of "
-            f"{shape.name}: replicated heads cannot be mapped; use prefill tp <= {max(decode.tp, shape.kv_heads)}"
-        )
-    if decode.tp % prefill.tp and prefill.tp % decode.tp:
-        raise UserError(f"prefill tp {prefill.tp} and decode tp {decode.tp}: one must divide the other")
-    if shape.kv_heads > 1 and prefill.pp > decode.pp and prefill.pp % decode.pp:
-        raise UserError(f"prefill pp {prefill.pp} and decode pp {decode.pp}: one must divide the other")
+    heads = {"kv_heads": shape.kv_heads, "latent": shape.latent}
+    sides = ({"tp": layout.tp, "pp": layout.pp, **heads} for layout in (prefill, decode))
+    refusals = check_layouts(*sides, tp_pairs="connector")
+    if refusals:
+        raise UserError(f"{shape.name}: {refusals[0]}")
 
 
 _POOL = re.compile(r"(?P<role>[PDC])(?P<n>\d+)tp(?P<tp>\d+)(?:pp(?P<pp>\d+))?(?::(?P<gpu>[\w-]+))?(?:@(?P<chunk>\d+))?")

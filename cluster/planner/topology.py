@@ -21,7 +21,7 @@ from cluster.perf.source import step_times
 from cluster.perf.times import StepTimes
 from cluster.perf.transfer import link_between, transfer_bytes, transfer_s
 from cluster.planner.capacity import EngineLimits, memory_budget
-from cluster.planner.layout import Layout, Pool, Topology, check_pair
+from cluster.planner.layout import Layout, Pool, Topology, require_pair
 from cluster.planner.rates import (
     DecodeCurve,
     MixedCurve,
@@ -211,7 +211,7 @@ class Planner:
                 longest = self.q.load.prompt_tokens + self.q.load.output_tokens
                 raise UserError(f"prompt: not one sequence of {longest} tokens fits the KV pool of {pool.layout}")
         if topology.prefill is not None and topology.decode is not None:
-            check_pair(self.q.shape, topology.prefill.layout, topology.decode.layout)
+            require_pair(self.q.shape, topology.prefill.layout, topology.decode.layout)
 
     def _means_hold(self, outlook: Outlook) -> bool:
         return (
@@ -255,7 +255,7 @@ class Planner:
         for source in layouts:
             for target in layouts:
                 try:
-                    check_pair(self.q.shape, source, target)
+                    require_pair(self.q.shape, source, target)
                 except UserError as e:
                     self.impossible[f"P {source} + D {target}"] = str(e)
                     continue

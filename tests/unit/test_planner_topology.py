@@ -9,7 +9,7 @@ import pytest
 from cluster.errors import UserError
 from cluster.messages import Slo
 from cluster.perf.model_shape import model_shape
-from cluster.planner.layout import Layout, Pool, Topology, check_pair, parse_topology
+from cluster.planner.layout import Layout, Pool, Topology, parse_topology, require_pair
 from cluster.planner.rates import DecodeCurve, MixedCurve, PrefillCurve, Workload, highest_rate
 from cluster.planner.topology import Planner, Question, pareto
 
@@ -127,12 +127,14 @@ def test_what_cannot_be_is_one_line(changes, line: str) -> None:
 
 def test_replicated_heads_cannot_go_to_a_narrower_decode_group() -> None:
     few_heads = replace(QWEN, kv_heads=2)
-    with pytest.raises(UserError, match=r"prefill tp 4 is above decode tp 2 and above the 2 KV heads"):
-        check_pair(few_heads, Layout("H100", 4), Layout("H100", 2))
-    check_pair(few_heads, Layout("H100", 2), Layout("H100", 4))
-    check_pair(QWEN, Layout("H100", 4), Layout("H100", 2))
+    with pytest.raises(UserError, match=r"prefill has 4, decode has 2; .* copies of 2 KV heads; use at most tp 2"):
+        require_pair(few_heads, Layout("H100", 4), Layout("H100", 2))
+    require_pair(few_heads, Layout("H100", 2), Layout("H100", 4))
+    require_pair(QWEN, Layout("H100", 4), Layout("H100", 2))
+    with pytest.raises(UserError, match=r"pp: prefill has 2, decode has 1; .*use pp 1 in a split"):
+        require_pair(QWEN, Layout("H100", 2, 2), Layout("H100", 4))
     planner = Planner(_question(shape=few_heads))
-    with pytest.raises(UserError, match="replicated heads cannot be mapped"):
+    with pytest.raises(UserError, match="cannot gather from 4 ranks"):
         planner.search(only=parse_topology("P2tp4+D4tp2", ["H100"]))
     assert not any(
         e.topology.prefill and e.topology.decode and e.topology.prefill.layout.tp > max(2, e.topology.decode.layout.tp)
