@@ -74,4 +74,8 @@ class PoolReplica:
     async def __del__(self) -> None:
         worker = getattr(self, "_worker", None)
         if worker is not None:
+            # Serve has waited for the open calls; what a broken connection cut off may still give things back.
+            left = await worker.drain(self._config.pool(self.role).drain_s)
+            if left:
+                log.warning("%d requests were still open at the end of the drain", left)
             await worker.shutdown()

@@ -16,8 +16,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import asdict, replace
 from typing import Any
 
+from cluster.drain import Drain, DrainState
 from cluster.engine.base import Engine, EngineDelta
-from cluster.errors import EngineFailed, PdserveError, RequestError, WorkerLost
+from cluster.errors import EngineFailed, NoWorker, PdserveError, RequestError, WorkerLost
 from cluster.goodput.meter import LoadMeter
 from cluster.link import LinkClient
 from cluster.messages import WorkerInfo, WorkerSnapshot, WorkerState
@@ -64,7 +65,8 @@ class Worker:
         self._outbox: dict[str, list[Output]] = {}
         self._cancelled_early: OrderedDict[str, None] = OrderedDict()
         self.leases = LeaseLedger(lease_s)
-        self._draining = False
+        self._drain: Drain | None = None
+        self._leg_ended = asyncio.Event()
         self._last_steps = -1
         self._last_progress_s = time.monotonic()
         self._last_load_s = 0.0
@@ -79,7 +81,8 @@ class Worker:
 
     def snapshot(self) -> WorkerSnapshot:
         snapshot = self.engine.snapshot()
-        state = WorkerState.DRAINING if self._draining and snapshot.state is WorkerState.READY else snapshot.state
+        draining = self._drain is not None and snapshot.state is WorkerState.READY
+        state = WorkerState.DRAINING if draining else snapshot.state
         return replace(snapshot, open_leases=len(self.leases), state=state)
 
     async def run(self, call: LegCall) -> LegEnd:
@@ -87,10 +90,13 @@ class Worker:
 
         Raises:
             WorkerLost: the call is meant for another worker or an earlier start of this one.
+            NoWorker: the worker drains; nothing was started.
         """
         info = self.info
         if (call.worker_id, call.incarnation) != (info.worker_id, info.incarnation):
             raise WorkerLost("the worker was restarted", worker_id=call.worker_id)
+        if self._drain is not None:
+            raise NoWorker("the worker is leaving its pool", worker_id=call.worker_id)
         request_id = call.request.request_id
         if self._cancelled_early.pop(request_id, 0) is None:
             return LegEnd("cancelled")
@@ -126,9 +132,25 @@ class Worker:
         elif now - self._last_progress_s > self._stall_s:
             raise EngineFailed(f"no engine step for {now - self._last_progress_s:.0f} s with work waiting")
 
+    async def drain(self, limit_s: float, settle_s: float = 0.0) -> int:
+        """Take in nothing more and wait for every leg, leases included.
+
+        Returns:
+            Legs that are still open when `limit_s` has passed.
+        """
+        drain = self._drain = self._drain or Drain(limit_s, settle_s)
+        drain.start(time.monotonic())
+        self._flush(self._load())
+        while drain.observe(len(self._legs), time.monotonic()) is DrainState.DRAINING:
+            self._leg_ended.clear()
+            look_s = drain.next_look_s()
+            assert look_s is not None
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._leg_ended.wait(), max(0.0, look_s - time.monotonic()))
+        return drain.left
+
     async def shutdown(self) -> None:
-        """Intake is closed by Serve before this; end what is left and the engine with all its processes."""
-        self._draining = True
+        """End what is left, and the engine with all its processes; `drain` comes before."""
         if self._heartbeat is not None:
             self._heartbeat.cancel()
         for leg in list(self._legs.values()):
@@ -245,6 +267,7 @@ class Worker:
     def _close(self, leg: _Leg) -> str:
         """The outcome, and the leg is off the books."""
         self._legs.pop(leg.call.request.request_id, None)
+        self._leg_ended.set()
         end = leg.settled or "cancelled"
         if self.leases.holds(leg.call.request.request_id):
             how = LeaseEnd(end) if end in ("pulled", "expired") else LeaseEnd.RELEASED

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from cluster.drain import Drain, DrainState
 from cluster.messages import WorkerSnapshot, WorkerState
-from router.drain import Candidate, Drain, DrainState, open_work, victims
+from router.drain import Candidate, victims
 
 
 def worker(name: str, state: WorkerState = WorkerState.READY, hot: int = 0, **load: int) -> Candidate:
@@ -76,7 +77,3 @@ def test_a_serving_worker_is_not_drained_by_being_idle() -> None:
     drain = Drain(limit_s=1)
     assert drain.observe(0, 100.0) is DrainState.SERVING
     assert drain.next_look_s() is None
-
-
-def test_open_work_counts_leases() -> None:
-    assert open_work(WorkerSnapshot("w", "i", WorkerState.READY, running=1, waiting=2, open_leases=3)) == 6
