@@ -11,6 +11,7 @@ from cluster.goodput.timing import TokenTimes
 from cluster.messages import Outcome, Path, Placement, Request, RequestRecord, Stage, Ticket
 from router.lifecycle import Lifecycle, State
 from router.lifecycle_messages import StartDecode
+from router.record import FirstToken, Measured, make_record, stages
 
 
 class Run:
@@ -110,41 +111,26 @@ class Run:
         return (self._first_output[0].cached_tokens or 0) if self._first_output is not None else 0
 
     def record(self, outcome: Outcome, error: PdserveError | None, now: float) -> RequestRecord:
-        request, placement = self.request, self.placement
+        request = self.request
         delta = self._first_output[0] if self._first_output is not None else None
         firsts = [t.ttft_s for t in self._times if t.ttft_s is not None]
         tpots = [t.tpot_s for t in self._times if t.tpot_s is not None]
         decode_computed = 0
         if delta is not None and self._ticket is not None:
             decode_computed = max(0, request.prompt_tokens - (delta.cached_tokens or 0))
-        return RequestRecord(
-            request_id=request.request_id,
-            outcome=outcome,
-            slo=request.slo,
-            arrival_s=request.arrival_s,
-            end_s=now,
-            tenant=request.tenant,
-            priority=request.priority,
-            path=placement.path if placement else None,
-            prefill_worker=placement.prefill if placement else None,
-            decode_worker=placement.decode if placement else None,
-            prompt_tokens=request.prompt_tokens,
-            cached_tokens=self.cached_tokens,
-            predicted_cached_tokens=placement.predicted_cached_tokens if placement else 0,
-            predicted_ttft_s=placement.predicted_ttft_s if placement else None,
-            decode_computed_tokens=decode_computed,
+        measured = Measured(
             output_tokens=sum(t.tokens for t in self._times),
-            transfer_bytes=(delta.transfer_bytes or 0) if delta is not None else 0,
-            transfer_blocks=self._pulled_blocks(delta),
             ttft_s=min(firsts, default=None),
             tpot_s=max(tpots, default=None if not firsts else 0.0),
             itl_s=[gap for t in self._times for gap in t.itl_s],
             stage_s=self._stages(now),
-            attempts=max(1, self.lifecycle.attempt),
-            migrations=self.lifecycle.migrations,
+            cached_tokens=self.cached_tokens,
+            decode_computed_tokens=decode_computed,
+            transfer_bytes=(delta.transfer_bytes or 0) if delta is not None else 0,
+            transfer_blocks=self._pulled_blocks(delta),
             finish_reason=self.finish_reason,
-            error=None if error is None else str(error),
         )
+        return make_record(request, self.placement, self.lifecycle, measured, outcome, error, now)
 
     def _pulled_blocks(self, delta: EngineDelta | None) -> int:
         """Blocks that the decode engine pulled: those of the prompt that it did not hold."""
@@ -154,35 +140,21 @@ class Run:
         return self._ticket.blocks - held_tokens * self._ticket.blocks // max(1, self._ticket.prompt_tokens)
 
     def _stages(self, now: float) -> dict[Stage, float]:
-        """Seconds per stage up to the first token; they add up to TTFT (or to the time until the end without one).
-
-        What the engines measured themselves goes to the stage they measured; the rest of a leg (the call, the way
-        back) goes to the wait before it.
-        """
-        arrival = self.request.arrival_s
-        if self._placed_s is None:
-            return {Stage.ROUTER_QUEUE: max(0.0, now - arrival)}
-        stages = {Stage.ROUTER_QUEUE: max(0.0, self._placed_s - arrival)}
-        delta, first_s = self._first_output if self._first_output is not None else (None, now)
-        split = self.placement is not None and self.placement.path is Path.SPLIT and self.placement.prefill is not None
-        if split and self._ticket is None and delta is None:
-            stages[Stage.PREFILL_QUEUE] = max(0.0, first_s - self._placed_s)
-            return stages
-        if split and self._ticket is not None and self._ticket_s is not None:
-            leg = max(0.0, self._ticket_s - self._placed_s)
-            compute = min(self._ticket.compute_s, leg)
-            stages[Stage.PREFILL_QUEUE], stages[Stage.PREFILL_COMPUTE] = leg - compute, compute
-            rest = max(0.0, first_s - self._ticket_s)
-            if delta is None:
-                stages[Stage.DECODE_QUEUE] = rest
-                return stages
-            step = min(delta.compute_s or 0.0, rest)
-            pulled = delta.transfer_s if delta.transfer_s is not None else (delta.queue_s or 0.0)
-            transfer = min(pulled if delta.external_tokens else 0.0, rest - step)
-            stages[Stage.KV_TRANSFER], stages[Stage.DECODE_STEP] = transfer, step
-            stages[Stage.DECODE_QUEUE] = rest - step - transfer
-            return stages
-        leg = max(0.0, first_s - self._placed_s)
-        compute = min((delta.compute_s or 0.0) if delta is not None else 0.0, leg)
-        stages[Stage.PREFILL_COMPUTE], stages[Stage.PREFILL_QUEUE] = compute, leg - compute
-        return stages
+        """Up to the first token, or to now without one."""
+        delta, until_s = self._first_output if self._first_output is not None else (None, now)
+        placement = self.placement
+        split = placement is not None and placement.path is Path.SPLIT and placement.prefill is not None
+        first = None
+        if delta is not None:
+            pulled_s = delta.transfer_s if delta.transfer_s is not None else (delta.queue_s or 0.0)
+            first = FirstToken(delta.compute_s or 0.0, pulled_s if delta.external_tokens else 0.0)
+        return stages(
+            self.request.arrival_s,
+            self._placed_s,
+            until_s,
+            # A first token without a ticket was computed where it came from.
+            split=split and (self._ticket is not None or delta is None),
+            ticket=self._ticket,
+            ticket_s=self._ticket_s or 0.0,
+            first=first,
+        )

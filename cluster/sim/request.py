@@ -16,6 +16,7 @@ from cluster.sim.record import token_times
 from cluster.sim.worker import SimWorker
 from router import lifecycle_messages as msg
 from router.lifecycle import Lifecycle
+from router.record import FirstToken, Measured, make_record, stages
 
 if TYPE_CHECKING:
     from cluster.sim.fleet import Fleet
@@ -207,44 +208,28 @@ class RequestRun:
     def _leg_id(self, attempt: int, leg: str) -> str:
         return f"{self.request.request_id}-{attempt}{leg}"
 
-    # The record; stages as in router/run.py
+    # The record
 
     def _record(self, outcome: Outcome, error: PdserveError | None) -> RequestRecord:
-        request, placement, now = self.request, self.placement, self._fleet.kernel.now
+        request, now, leg = self.request, self._fleet.kernel.now, self._first_leg
         first_s, last_s, tokens, itl_s = self._tokens()
-        leg = self._first_leg
         split = leg is not None and leg.ticket is not None
         cached = 0
         if leg is not None:
             cached = self._ticket.cached_tokens if split and self._ticket else leg.sequence.cached_tokens
-        return RequestRecord(
-            request_id=request.request_id,
-            outcome=outcome,
-            slo=request.slo,
-            arrival_s=request.arrival_s,
-            end_s=now,
-            tenant=request.tenant,
-            priority=request.priority,
-            path=placement.path if placement else None,
-            prefill_worker=placement.prefill if placement else None,
-            decode_worker=placement.decode if placement else None,
-            prompt_tokens=request.prompt_tokens,
-            cached_tokens=cached,
-            predicted_cached_tokens=placement.predicted_cached_tokens if placement else 0,
-            predicted_ttft_s=placement.predicted_ttft_s if placement else None,
-            decode_computed_tokens=1 if split else 0,
+        measured = Measured(
             output_tokens=tokens,
-            transfer_bytes=leg.transfer_bytes if leg else 0,
-            transfer_blocks=leg.transfer_blocks if leg else 0,
             ttft_s=None if first_s is None else first_s - request.arrival_s,
             tpot_s=None if first_s is None or last_s is None else (last_s - first_s) / max(1, tokens - 1),
             itl_s=itl_s,
             stage_s=self._stages(now if first_s is None else first_s),
-            attempts=max(1, self.lifecycle.attempt),
-            migrations=self.lifecycle.migrations,
+            cached_tokens=cached,
+            decode_computed_tokens=1 if split else 0,
+            transfer_bytes=leg.transfer_bytes if leg else 0,
+            transfer_blocks=leg.transfer_blocks if leg else 0,
             finish_reason="length" if outcome is Outcome.DONE else None,
-            error=None if error is None else str(error),
         )
+        return make_record(request, self.placement, self.lifecycle, measured, outcome, error, now)
 
     def _tokens(self) -> tuple[float | None, float | None, int, list[float]]:
         first_s: float | None = None
@@ -263,30 +248,14 @@ class RequestRun:
         return first_s, last_s, tokens, itl_s
 
     def _stages(self, until_s: float) -> dict[Stage, float]:
-        arrival_s = self.request.arrival_s
-        if self._placed_s is None:
-            return {Stage.ROUTER_QUEUE: until_s - arrival_s}
-        stages = {Stage.ROUTER_QUEUE: self._placed_s - arrival_s}
         leg = self._first_leg
         scheduled_s = leg.sequence.scheduled_s if leg else None
-        split = leg.ticket is not None if leg else self.placement is not None and self.placement.path is Path.SPLIT
-        if split:
-            if self._ticket is None:
-                stages[Stage.PREFILL_QUEUE] = until_s - self._placed_s
-                return stages
-            prefill_s = self._ticket_s - self._placed_s
-            compute_s = min(self._ticket.compute_s, prefill_s)
-            stages[Stage.PREFILL_QUEUE], stages[Stage.PREFILL_COMPUTE] = prefill_s - compute_s, compute_s
-            rest_s = until_s - self._ticket_s
-            if leg is None or scheduled_s is None:
-                stages[Stage.DECODE_QUEUE] = rest_s
-                return stages
-            step_s = min(until_s - scheduled_s, rest_s)
-            transfer_s = min(leg.transfer_s, rest_s - step_s)
-            stages[Stage.KV_TRANSFER], stages[Stage.DECODE_STEP] = transfer_s, step_s
-            stages[Stage.DECODE_QUEUE] = rest_s - step_s - transfer_s
-            return stages
-        whole_s = until_s - self._placed_s
-        compute_s = min(until_s - scheduled_s, whole_s) if scheduled_s is not None else 0.0
-        stages[Stage.PREFILL_COMPUTE], stages[Stage.PREFILL_QUEUE] = compute_s, whole_s - compute_s
-        return stages
+        return stages(
+            self.request.arrival_s,
+            self._placed_s,
+            until_s,
+            split=leg.ticket is not None if leg else self.placement is not None and self.placement.path is Path.SPLIT,
+            ticket=self._ticket,
+            ticket_s=self._ticket_s,
+            first=FirstToken(until_s - scheduled_s, leg.transfer_s) if leg and scheduled_s is not None else None,
+        )
