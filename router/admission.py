@@ -4,36 +4,37 @@ A request waits here, not in an engine, while its prompt would only queue (so th
 and while decode has no room for the result (so that prefill does not compute KV that nobody can take). The order:
 
 1. Priority classes, lower first. A class whose oldest request has waited `starvation_s` gets every second place.
-2. Inside a class, tenants by start-time fair queuing (Goyal et al., 1996) over tokens: a request starts at virtual time
-   max(now, its tenant's last finish) and finishes its tokens later; the smallest start is next. A tenant's 100k-token
-   prompts therefore delay that tenant, not the others; an idle tenant saves nothing up.
-3. A request whose KV does not fit yet is passed over until it has waited `starvation_s`; then all others wait for it.
+2. Inside a class, tenants by start-time fair queuing over tokens (router/fair_queue.py). A tenant's 100k-token prompts
+   therefore delay that tenant, not the others; an idle tenant saves nothing up.
+3. Of a tenant, requests that can still have their first token in time go before those that cannot (`late_last`). In
+   order of arrival an overload makes every request late by the same time, and goodput falls to nothing until the last
+   of them is gone; this way all that the engines can do is done in time. A late request that has waited `starvation_s`
+   gets every ninth place of its tenant.
+4. A request whose KV does not fit yet is passed over until it has waited `starvation_s`; then all others wait for it.
 
 Refused: more than `max_queue` waiting (503; the newest request of the tenant that waits with the most makes room for a
 tenant that waits with fewer), a tenant beyond its token budget (429), and, if `reject_unattainable`, a request whose
-deadline no pair of engines can meet any more (503). Each comes with the time after which a retry makes sense.
+deadline no pair of engines can meet any more (503; on arrival, or when its turn has come too late). Each comes with the
+time after which a retry makes sense.
 
 Pure: `now` is an argument; the caller places what `offer` or `next` lets through before it asks again.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.config import AdmissionConfig
 from cluster.messages import Rejection, Request
+from router.fair_queue import FairQueue, Waiting
 
 BURST_S = 10.0
 """A tenant that was idle may spend this many seconds of its budget at once."""
 PASSED_OVER = 8
 """Requests that do not fit which `next` looks past."""
 DRAIN_MEMORY = 0.9
-TENANTS_KEPT = 4096
-"""Tenants of one class whose use is remembered at a time."""
 CLASSES_KEPT = 64
 """Priorities whose fair order is remembered while nothing of them waits."""
 
@@ -84,51 +85,6 @@ class Refusal:
     rejection: Rejection
 
 
-@dataclass(slots=True, eq=False)
-class _Waiting:
-    request: Request
-    cost: float
-    since_s: float
-    start: float
-    gone: bool = False
-
-    def __lt__(self, other: _Waiting) -> bool:
-        return (self.start, self.since_s) < (other.start, other.since_s)
-
-
-@dataclass(slots=True)
-class _Class:
-    """One priority: tenants in fair order. `arrivals` is in order of time; ended entries leave it lazily."""
-
-    heap: list[_Waiting] = field(default_factory=list)
-    arrivals: deque[_Waiting] = field(default_factory=deque)
-    finish: dict[str, float] = field(default_factory=dict)
-    finish_kept: int = 64
-    virtual: float = 0.0
-    size: int = 0
-
-    def tag(self, tenant: str, cost: float) -> float:
-        """The virtual start of a tenant's next request, which then moves the tenant's finish."""
-        start = max(self.virtual, self.finish.get(tenant, 0.0))
-        self.finish[tenant] = start + cost
-        if len(self.finish) > self.finish_kept:
-            self.finish = {t: f for t, f in self.finish.items() if f > self.virtual}
-            if len(self.finish) > TENANTS_KEPT:
-                self.forget()
-            self.finish_kept = 2 * len(self.finish) + 64
-        return start
-
-    def forget(self) -> None:
-        """Nobody owes anything: the engines have worked off all that was placed."""
-        self.virtual = max(self.finish.values(), default=self.virtual)
-        self.finish.clear()
-
-    def oldest_s(self) -> float | None:
-        while self.arrivals and self.arrivals[0].gone:
-            self.arrivals.popleft()
-        return self.arrivals[0].since_s if self.arrivals else None
-
-
 @dataclass(slots=True)
 class _Bucket:
     """A token bucket that may go into debt once: a prompt larger than the burst is possible, then the tenant waits."""
@@ -151,8 +107,8 @@ class Admission:
 
     def __init__(self, config: AdmissionConfig, gate: Gate) -> None:
         self.config, self._gate = config, gate
-        self._classes: dict[int, _Class] = {}
-        self._waiting: dict[str, _Waiting] = {}
+        self._classes: dict[int, FairQueue] = {}
+        self._waiting: dict[str, Waiting] = {}
         self._tenants: dict[str, int] = {}
         self._refusals: list[Refusal] = []
         self._buckets: dict[str, _Bucket] = {}
@@ -184,10 +140,7 @@ class Admission:
             return late
         if not self._waiting and isinstance(forecast, Forecast) and self._open(request, forecast):
             self._charge(request.tenant, cost)
-            group = self._class(request.priority)
-            if forecast.wait_s <= 0.0:
-                group.forget()
-            group.virtual = max(group.virtual, group.tag(request.tenant, cost))
+            self._class(request.priority).pass_by(request.tenant, cost, idle=forecast.wait_s <= 0.0)
             return Admit()
         full = self._make_room(request.tenant, wait)
         if full is not None:
@@ -212,16 +165,28 @@ class Admission:
         if not self._waiting:
             self._taken_at_s = None
             return None
-        for passed, waiting in enumerate(self._in_order(now), 1):
+        found, again = self._look(now)
+        while again:
+            found, again = self._look(now)
+        return found
+
+    def _look(self, now: float) -> tuple[Request | None, bool]:
+        """The request to place now; where there is none, whether some fell behind, so that the order is another."""
+        passed, fell = 0, False
+        for waiting in self._in_order(now):
             forecast = self._gate.forecast(waiting.request, now)
             if isinstance(forecast, Rejection) or self._only_queues(waiting.request, forecast):
-                return None  # as it would be with the next one
+                return None, False  # as it would be with the next one
+            if self._falls_behind(waiting, forecast, now):
+                fell = True
+                continue
             if self._open(waiting.request, forecast):
                 self._take(waiting, now)
-                return waiting.request
+                return waiting.request, False
+            passed += 1
             if passed > PASSED_OVER or now - waiting.since_s >= self.config.starvation_s:
-                return None
-        return None
+                return None, False
+        return None, fell
 
     def refusals(self, now: float) -> list[Refusal]:
         """Requests that waited and are refused: displaced, or (`reject_unattainable`) too late by now."""
@@ -230,31 +195,26 @@ class Admission:
             for waiting in list(self._waiting.values()):
                 # Only time that has passed and the fastest possible start count: no forecast per waiting request.
                 if now - waiting.request.arrival_s > waiting.request.slo.ttft_s:
-                    self._leave(waiting)
-                    rejection = Rejection(503, "the TTFT limit passed in the queue", self.config.retry_after_s)
-                    refused.append(Refusal(waiting.request, rejection))
+                    refused.append(self._refuse_late(waiting))
         return refused
 
     # -- order ----------------------------------------------------------------------------------------------------
 
     def _enqueue(self, request: Request, cost: float, now: float) -> None:
-        group = self._class(request.priority)
-        waiting = _Waiting(request, cost, now, group.tag(request.tenant, cost))
-        heapq.heappush(group.heap, waiting)
-        group.arrivals.append(waiting)
-        group.size += 1
+        waiting = Waiting(request, cost, now)
+        self._class(request.priority).add(waiting)
         self._waiting[request.request_id] = waiting
         self._tenants[request.tenant] = self._tenants.get(request.tenant, 0) + 1
 
-    def _class(self, priority: int) -> _Class:
+    def _class(self, priority: int) -> FairQueue:
         if priority not in self._classes and len(self._classes) >= CLASSES_KEPT:
             self._classes = {p: c for p, c in self._classes.items() if c.size}
-        return self._classes.setdefault(priority, _Class())
+        return self._classes.setdefault(priority, FairQueue())
 
     def _active(self) -> list[int]:
         return sorted(p for p, c in self._classes.items() if c.size)
 
-    def _in_order(self, now: float) -> Iterator[_Waiting]:
+    def _in_order(self, now: float) -> Iterator[Waiting]:
         """Waiting requests, the one whose turn it is first."""
         ready = self._active()
         if not self._favoured_last:
@@ -265,41 +225,47 @@ class Admission:
                 ready.remove(favoured)
                 ready.insert(0, favoured)
         for priority in ready:
-            yield from self._fair(self._classes[priority])
+            yield from self._classes[priority].in_order(now, self.config.starvation_s, PASSED_OVER)
 
-    @staticmethod
-    def _fair(group: _Class) -> Iterator[_Waiting]:
-        """The waiting requests of a class by start tag; the heap is only cleaned, not emptied."""
-        while group.heap and group.heap[0].gone:
-            heapq.heappop(group.heap)
-        if group.heap:
-            yield group.heap[0]
-        yield from sorted(w for w in heapq.nsmallest(4 * PASSED_OVER, group.heap)[1:] if not w.gone)
+    def _falls_behind(self, waiting: Waiting, forecast: Forecast, now: float) -> bool:
+        """Whether its turn has come too late for its first token; then it is refused, or others go before it."""
+        if waiting.late or not (self.config.late_last or self.config.reject_unattainable):
+            return False
+        if now - waiting.request.arrival_s + forecast.ttft_s <= waiting.request.slo.ttft_s:
+            return False
+        if self.config.reject_unattainable:
+            self._refusals.append(self._refuse_late(waiting))
+        else:
+            self._classes[waiting.request.priority].set_late(waiting)
+        return True
 
-    def _take(self, waiting: _Waiting, now: float) -> None:
-        group = self._classes[waiting.request.priority]
-        group.virtual = max(group.virtual, waiting.start)
-        self._favoured_last = waiting.request.priority > self._active()[0]
+    def _refuse_late(self, waiting: Waiting) -> Refusal:
         self._leave(waiting)
+        self._refund(waiting)
+        rejection = Rejection(503, "the TTFT limit passed in the queue", self.config.retry_after_s)
+        return Refusal(waiting.request, rejection)
+
+    def _take(self, waiting: Waiting, now: float) -> None:
+        self._favoured_last = waiting.request.priority > self._active()[0]
+        self._classes[waiting.request.priority].take(waiting)
+        self._forget(waiting)
         if self._taken_at_s is not None:
             self._drained_tokens = DRAIN_MEMORY * self._drained_tokens + waiting.cost
             self._drained_s = DRAIN_MEMORY * self._drained_s + now - self._taken_at_s
         self._taken_at_s = now
 
-    def _leave(self, waiting: _Waiting) -> None:
-        waiting.gone = True
-        tenant, group = waiting.request.tenant, self._classes[waiting.request.priority]
-        group.size -= 1
+    def _leave(self, waiting: Waiting) -> None:
+        self._classes[waiting.request.priority].leave(waiting)
+        self._forget(waiting)
+
+    def _forget(self, waiting: Waiting) -> None:
+        tenant = waiting.request.tenant
         del self._waiting[waiting.request.request_id]
         left = self._tenants[tenant] - 1
         if left:
             self._tenants[tenant] = left
         else:
             del self._tenants[tenant]
-        if len(group.heap) > 64 and len(group.heap) > 4 * group.size:
-            group.heap = [w for w in group.heap if not w.gone]
-            heapq.heapify(group.heap)
-            group.arrivals = deque(w for w in group.arrivals if not w.gone)
 
     # -- rules ----------------------------------------------------------------------------------------------------
 
@@ -324,13 +290,13 @@ class Admission:
         """Requests that would go before this one, and how long they take; None where that is not known yet."""
         if not self._waiting:
             return 0, 0.0
-        group = self._classes.get(request.priority)
-        start = 0.0 if group is None else max(group.virtual, group.finish.get(request.tenant, 0.0))
         count, tokens = 0, 0.0
-        for w in self._waiting.values():
-            if (w.request.priority, w.start) <= (request.priority, start):
-                count += 1
-                tokens += w.cost
+        for waiting in self._waiting.values():
+            if waiting.request.priority < request.priority:
+                count, tokens = count + 1, tokens + waiting.cost
+        if (own := self._classes.get(request.priority)) is not None:
+            more, of_them = own.ahead(request.tenant)
+            count, tokens = count + more, tokens + of_them
         if not self._drained_s:
             return count, None
         return count, tokens * self._drained_s / self._drained_tokens
@@ -375,7 +341,7 @@ class Admission:
         if tenant in self._buckets:
             self._buckets[tenant].tokens -= cost
 
-    def _refund(self, waiting: _Waiting) -> None:
+    def _refund(self, waiting: Waiting) -> None:
         self._charge(waiting.request.tenant, -waiting.cost)
 
     def _forget_full_buckets(self, rate: float, now: float) -> None:

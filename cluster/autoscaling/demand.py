@@ -1,7 +1,8 @@
 """Demand at the entrance: rates of arrivals and tokens from counters, over windows of a bounded history.
 
 Demand is never read from completions per second: at the exit of a saturated system those stay flat however many
-requests wait. Completions only tell what a request is made of (its uncached prompt, its output).
+requests wait. Completions only tell what a request is made of (its uncached prompt, its output), and of these only the
+requests that were served: those that were refused or gave up would make all look cheap.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Demand:
     Attributes:
         prefill_tokens_per_s: uncached prompt tokens for the prefill pool.
         decode_prompt_tokens_per_s: prompt tokens that decode engines compute themselves.
-        output_tokens_per_s: None while nothing has ended yet, so that an output is unknown.
+        output_tokens_per_s: None while nothing was served yet, so that an output is unknown.
         leg_tokens: mean uncached prompt tokens of one prefill leg; `leg_cv2` their squared variation.
         dispersion: of arrivals, 1 for Poisson.
     """
@@ -85,17 +86,18 @@ def measure(history: History, settings: Settings) -> Demand:
     # A change is judged by the noise before it, not by the jump itself.
     arrivals = _arrivals_per_s(history, settings, history.dispersion(settings.look_back_s / 2))
     made_of = _composition(history, settings)
-    came, ended_prompts = made_of.get("started"), made_of.get("prompt_tokens")
+    came, served_prompts = made_of.get("started"), made_of.get("served_prompt_tokens")
     prompts = arrivals * made_of.get("started_prompt_tokens") / came if came else 0.0
     by_prefill = by_decode = 0.0
-    if ended_prompts > 0:
-        by_prefill = made_of.get("computed_tokens", "prefill") / ended_prompts
-        by_decode = made_of.get("computed_tokens", "decode") / ended_prompts
+    if served_prompts > 0:
+        by_prefill = made_of.get("computed_tokens", "prefill") / served_prompts
+        by_decode = made_of.get("computed_tokens", "decode") / served_prompts
     elif settings.prefill is not None:
         by_prefill = 1.0
     else:
         by_decode = 1.0
-    output = made_of.get("output_tokens") / made_of.ended if made_of.ended else None
+    served = made_of.get("served")
+    output = made_of.get("output_tokens") / served if served else None
     legs, computed = made_of.get("prefill_legs"), made_of.get("computed_tokens", "prefill")
     leg = computed / legs if legs else (prompts / arrivals if arrivals else 0.0)
     squares = made_of.get("prefill_computed_tokens_squared")
@@ -137,6 +139,6 @@ def _composition(history: History, settings: Settings) -> GoodputCounters:
     """Counts of the shortest window, from one look-back up, with enough requests to tell what one is made of."""
     for look_backs in range(1, REACH):
         _, counts = history.window(look_backs * settings.look_back_s)
-        if min(counts.ended, counts.started) >= ENOUGH * settings.min_samples:
+        if min(counts.get("served"), counts.started) >= ENOUGH * settings.min_samples:
             return counts
     return history.window(REACH * settings.look_back_s)[1]

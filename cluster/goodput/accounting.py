@@ -138,6 +138,10 @@ class GoodputCounters:
         self._inc(label(f"tenant_{verdict}", record.tenant))
         self._inc(label(f"priority_{verdict}", record.priority))
         self._inc("prompt_tokens", record.prompt_tokens)
+        if record.ttft_s is not None or Stage.PREFILL_COMPUTE in record.stage_s:
+            # Only these tell what a request costs: one that was refused or gave up waiting computed nothing.
+            self._inc("served")
+            self._inc("served_prompt_tokens", record.prompt_tokens)
         leg = Role.PREFILL if record.prefill_worker is not None else Role.DECODE
         self._inc(label("cached_tokens", leg), record.cached_tokens)
         if leg is Role.PREFILL and Stage.PREFILL_COMPUTE in record.stage_s:

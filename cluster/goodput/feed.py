@@ -18,7 +18,7 @@ _NEEDED = (
     "outcome{",
     "good",
     "missed",
-    "prompt_tokens",
+    "served",
     "computed_tokens{",
     "prefill_computed_tokens_squared",
     "prefill_legs",

@@ -430,7 +430,8 @@ def test_a_closed_loop_that_throttles_itself_scales_by_its_wait():
             "started": started,
             "started_prompt_tokens": started * 2000,
             "outcome{done}": done,
-            "prompt_tokens": done * 2000,
+            "served": done,
+            "served_prompt_tokens": done * 2000,
             "computed_tokens{prefill}": done * 2000,
             "prefill_legs": done,
             "output_tokens": done,
@@ -440,6 +441,25 @@ def test_a_closed_loop_that_throttles_itself_scales_by_its_wait():
         targets.append(decision.targets[Role.PREFILL])
         ready = targets[-1]
     assert targets[-1] >= 5
+
+
+def test_refused_requests_do_not_make_the_demand_look_small():
+    """Ten a second come, two are served, eight are refused at the door: what all ten need is asked for."""
+    plant = Plant(config(), prefill=1, decode=2)
+    for tick in range(1, 25):
+        for i in range(50):
+            plant.counters.start(prompt_tokens=2000)
+            stages = {Stage.PREFILL_QUEUE: 0.1, Stage.PREFILL_COMPUTE: 0.5}
+            served = {"prefill_worker": "p", "ttft_s": 0.7, "tpot_s": 0.02, "output_tokens": 100, "stage_s": stages}
+            outcome, fields = (Outcome.DONE, served) if i < 10 else (Outcome.REJECTED, {})
+            at_s = tick * TICK_S
+            plant.counters.finish(RequestRecord("r", outcome, SLO, at_s, at_s, prompt_tokens=2000, **fields))
+        pool = plant.pools[Role.PREFILL]
+        pool.busy_s, pool.steps, pool.prompt_tokens = 5.0 * tick, 10.0 * tick, 20_000.0 * tick
+        plant.now = tick * TICK_S
+        plant.state, decision = decide(plant.state, plant.observe(), plant.now)
+    assert decision.targets[Role.PREFILL] >= 5
+    assert decision.figures["arrivals_per_s"] == pytest.approx(10.0)
 
 
 # ---- what replicas cannot fix
@@ -485,7 +505,8 @@ def test_misses_beyond_what_demand_explains_add_a_replica():
             "good": done * 0.8,
             "missed": done * 0.2,
             "missed_stage{prefill_queue}": done * 0.2,
-            "prompt_tokens": done * 1000,
+            "served": done,
+            "served_prompt_tokens": done * 1000,
             "computed_tokens{prefill}": done * 1000,
             "prefill_computed_tokens_squared": done * 1e6,
             "prefill_legs": done,
@@ -538,9 +559,9 @@ def any_load(rng: random.Random) -> PoolLoad:
 
 
 def any_observation(rng: random.Random) -> Observation:
-    keys = ("started", "started_prompt_tokens", "outcome{done}", "good", "missed", "prompt_tokens", "output_tokens")
+    keys = ("started", "started_prompt_tokens", "outcome{done}", "good", "missed", "served", "output_tokens")
     more = ("missed_stage{prefill_queue}", "computed_tokens{prefill}", "prefill_legs", "used{tpot:inf}")
-    requests = {key: rng.uniform(0, 1e7) for key in (*keys, *more) if rng.random() < 0.7}
+    requests = {key: rng.uniform(0, 1e7) for key in (*keys, "served_prompt_tokens", *more) if rng.random() < 0.7}
     return Observation(
         prefill=any_load(rng),
         decode=any_load(rng),

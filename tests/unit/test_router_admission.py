@@ -271,6 +271,55 @@ def test_the_deadline_counts_the_queue_before_it_and_what_passed_in_it():
     assert {r.status for r in rejected.values()} == {503}
 
 
+def overload(rate_per_s: float, seconds: float, until: float, **config) -> tuple[list[float], list[float]]:
+    """Prompts of a tenth of a second each. Returns when each was given a place, and its wait."""
+    admission, engine = made(max_queue=10_000, **config)
+    arrivals = [(i / rate_per_s, request(arrival_s=i / rate_per_s)) for i in range(int(rate_per_s * seconds))]
+    admitted, rejected = run(admission, engine, arrivals, until=until, step=0.01)
+    assert not rejected
+    at = [admitted.get(r.request_id, float("inf")) for _, r in arrivals]
+    return at, [a - arrival for a, (arrival, _) in zip(at, arrivals, strict=True)]
+
+
+def test_in_an_overload_all_that_the_engines_do_is_in_time():
+    for late_last, least, most in ((True, 170, 230), (False, 10, 40)):
+        at, waits = overload(20.0, 20.0, until=45.0, late_last=late_last)
+        # The engine serves ten a second and 20 come. In order of arrival everybody is late by the same time.
+        assert least <= sum(wait <= 1.0 - 0.11 for wait in waits) <= most
+        assert max(at) < 42.0, "the others are served too"
+
+
+def test_late_requests_get_a_place_now_and_then_once_they_have_waited_long():
+    at, waits = overload(15.0, 60.0, until=60.0, starvation_s=5.0)
+    late = sorted(a for a, wait in zip(at, waits, strict=True) if wait > 1.0 and a < 60.0)
+    assert late[0] >= 5.0
+    assert len(late) / (55.0 * 10.0) == pytest.approx(1 / 9, abs=0.03)
+    oldest_first = [a for a, wait in zip(at, waits, strict=True) if wait > 1.0 and a < 60.0]
+    assert oldest_first == late
+
+
+def test_a_request_whose_turn_came_too_late_is_refused_and_not_computed():
+    admission, engine = made(reject_unattainable=True, tenant_tokens_per_s=1e5)
+    engine.free_s = 0.5
+    first, second = request(1000), request(4000)
+    assert [type(admission.offer(r, 0.0)) for r in (first, second)] == [Queue, Queue]
+    assert drain(admission, engine, 0.6) == [first]
+    assert drain(admission, engine, 0.75) == []  # 0.4 s of work for a limit that is 0.25 s away
+    assert [(r.request, r.rejection.status) for r in admission.refusals(0.75)] == [(second, 503)]
+    assert len(admission) == 0
+
+
+def test_the_share_of_a_tenant_goes_to_its_own_requests_that_can_be_in_time():
+    """The flood makes its own requests late; the other tenant's are all in time."""
+    admission, engine = made(max_queue=10_000)
+    flood = [(i * 0.02, request(tenant="flood", arrival_s=i * 0.02)) for i in range(500)]
+    quiet = [(i * 0.25, request(tenant="quiet", arrival_s=i * 0.25)) for i in range(40)]
+    admitted, _ = run(admission, engine, flood + quiet, until=10.0, step=0.01)
+    in_time = Counter(r.tenant for at, r in flood + quiet if admitted.get(r.request_id, 99.0) - at <= 0.89)
+    assert in_time["quiet"] == 40
+    assert in_time["flood"] >= 50
+
+
 def test_budget_allows_a_burst_and_then_the_rate():
     engine = Engine(tokens_per_s=1e9)
     admission, _ = made(engine, tenant_tokens_per_s=1000.0)
@@ -326,6 +375,7 @@ def test_random_traffic_ends_every_request_once_in_bounded_memory(seed):
         "max_queue": rng.choice([3, 30, 300]),
         "reject_unattainable": rng.random() < 0.5,
         "starvation_s": 2.0,
+        "late_last": rng.random() < 0.7,
         "tenant_tokens_per_s": rng.choice([None, 5000.0]),
     }
     admission, _ = made(engine, **config)
@@ -370,7 +420,9 @@ def test_random_traffic_ends_every_request_once_in_bounded_memory(seed):
             ended[refusal.request.request_id] += 1
         assert len(admission) == len(waiting) <= config["max_queue"]
         assert admission.waiting_by_tenant() == Counter(r.tenant for r in waiting.values())
-        assert sum(len(c.heap) for c in admission._classes.values()) <= 64 + 5 * len(waiting)
+        for queue in admission._classes.values():
+            kept = len(queue._order) + sum(len(line.in_time) + len(line.late) for line in queue.lines.values())
+            assert kept <= 64 + 3 * (4 + 16) + 8 * queue.size
     # Progress: with arrivals over and every answer ended, all that waits goes.
     for _ in range(5000):
         now += 0.5

@@ -118,7 +118,7 @@ def test_the_split_wins_under_a_tight_tpot_and_loses_under_a_loose_one() -> None
     arrivals = requests(200, 14.0, 4000, 200, sigma=0.3)
     assert _attainment(2, 2, arrivals, 1500, 12) > _attainment(0, 4, arrivals, 1500, 12) + 0.2
     # Short prompts, long outputs, 32 sequences an engine: the batch slots of two engines that only prefill are missed.
-    arrivals = requests(240, 30.0, 100, 400, sigma=0.3)
+    arrivals = requests(400, 30.0, 100, 400, sigma=0.3)
     split, together = (_attainment(*pools, arrivals, 1500, 40, max_num_seqs=32) for pools in ((2, 2), (0, 4)))
     assert split < together - 0.2
 
