@@ -75,6 +75,8 @@ class RequestRun:
         """The prefill leg has ended and its KV is leased."""
         sequence, info, now = leg.sequence, leg.worker.info, self._fleet.kernel.now
         scheduled_s = sequence.scheduled_s if sequence.scheduled_s is not None else now
+        # The engine's own time; `now` is later by the way back.
+        computed_s, _, _ = token_times(leg.worker.engine, sequence)
         blocks = -(-sequence.prompt_tokens // info.block_size_tokens)
         ticket = Ticket(
             lease_id=sequence.seq_id,
@@ -86,7 +88,7 @@ class RequestRun:
             blocks=blocks,
             bytes=sequence.prompt_tokens * info.kv_bytes_per_token,
             queue_s=scheduled_s - sequence.arrival_s,
-            compute_s=now - scheduled_s,
+            compute_s=computed_s - scheduled_s,
         )
         if not self.first_seen:
             self._ticket, self._ticket_s = ticket, now
