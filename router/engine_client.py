@@ -20,6 +20,7 @@ class ClientJob:
 
     __slots__ = (
         "_client",
+        "_reply",
         "cache_salt",
         "forced",
         "generation",
@@ -33,6 +34,7 @@ class ClientJob:
 
     def __init__(self, client: ClusterEngineClient, generation: Generation, request: Request) -> None:
         self._client = client
+        self._reply = current().reply
         self.generation = generation
         self.request = request
         self.streaming = generation.streaming
@@ -53,6 +55,7 @@ class ClientJob:
         self, outcome: Outcome, error: PdserveError | None, finish_reason: str | None, record: RequestRecord
     ) -> None:
         del record
+        self._reply.retry_after_s = getattr(error, "retry_after_s", None)
         if outcome is not Outcome.CANCELLED or error is not None:
             self._client.finish(self.generation, error, finish_reason)
 

@@ -249,7 +249,11 @@ class Lifecycle:
         if self.state is State.DECODE and event.outcome is LeaseOutcome.PULLED:
             return []
         if event.outcome is LeaseOutcome.EXPIRED:
-            return self._prefill_lost(LeaseExpired("the prompt's KV expired before it was pulled"), now)
+            # The prefill engine kept its word; whoever did not pull in time may not do so the next time either.
+            assert self.placement is not None and self.placement.prefill is not None
+            self._exclude |= {self.placement.decode}
+            error = LeaseExpired("the prompt's KV expired before it was pulled")
+            return self._fail(error, now, self.placement.prefill, peer=self.placement.decode)
         return self._prefill_lost(WorkerLost("the prefill call ended before its KV was pulled"), now)
 
     def _prefill_lost(self, error: RequestError, now: float) -> list[Action]:

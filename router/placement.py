@@ -117,7 +117,11 @@ class Placer:
             self.remove_worker(info.worker_id, now)
         worker = WorkerLoad(info, self._times_of(info), now, self._visible_after_s)
         worker.index_exact = info.worker_id in self._exact
-        self._pools[info.role][info.worker_id] = worker
+        pool = self._pools[info.role]
+        if pool:
+            # Not from zero: a worker that comes new, or back, would get everything until it had caught up.
+            worker.add_recent(now, sum(w.recent(now) for w in pool.values()) / len(pool))
+        pool[info.worker_id] = worker
         self.pairing.add(info)
         self._ready = dict.fromkeys(Role)
 

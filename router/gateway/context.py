@@ -7,11 +7,18 @@ request, so `current()` may be called wherever the request is handled.
 from __future__ import annotations
 
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cluster.messages import Slo
 
 DEFAULT_TENANT = "default"
+
+
+@dataclass(slots=True)
+class Reply:
+    """What is learnt while a request is served and belongs into the head of its answer."""
+
+    retry_after_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +39,7 @@ class RequestContext:
     slo: Slo | None = None
     arrival_s: float | None = None
     client_request_id: str | None = None
+    reply: Reply = field(default_factory=Reply)
 
 
 _current: ContextVar[RequestContext | None] = ContextVar("pdserve_request", default=None)

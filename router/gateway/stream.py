@@ -11,13 +11,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 from typing import Any
 
 from router.gateway.asgi import App, HttpError, Message, Receive, Scope, Send, answer
+from router.gateway.context import current
 
 _COMMENT: Message = {"type": "http.response.body", "body": b": keep-alive\n\n", "more_body": True}
 _ERROR_EVENT = b'data: {"error"'
 _RETRY_AFTER_S = 1
+_RETRIED = frozenset({429, 503})
 
 
 class StreamStart:
@@ -79,7 +82,7 @@ class _Stream:
                 self._ticker = asyncio.create_task(self._tick(self._keep_alive_s))
         else:
             self._passing = message["type"] == "http.response.start"
-            await self._send(message)
+            await self._send(_with_retry_after(message) if self._passing else message)
 
     async def _first_event(self, start: Message, message: Message) -> None:
         body = message.get("body", b"")
@@ -130,5 +133,18 @@ def _error_of(body: bytes) -> HttpError | None:
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
     status = code if isinstance(code, int) and 400 <= code <= 599 else 500
-    retry = {"retry-after": str(_RETRY_AFTER_S)} if status in (429, 503) else None
+    retry = {"retry-after": _retry_after()} if status in _RETRIED else None
     return HttpError(status, message, param=given.get("param"), headers=retry)
+
+
+def _with_retry_after(start: Message) -> Message:
+    """vLLM's layer turns our errors into answers, and has no place for this header."""
+    headers: list[tuple[bytes, bytes]] = start.get("headers", [])
+    if start["status"] not in _RETRIED or any(name.lower() == b"retry-after" for name, _ in headers):
+        return start
+    return {**start, "headers": [*headers, (b"retry-after", _retry_after().encode())]}
+
+
+def _retry_after() -> str:
+    seconds = current().reply.retry_after_s
+    return str(_RETRY_AFTER_S if seconds is None else max(_RETRY_AFTER_S, math.ceil(seconds)))

@@ -312,7 +312,6 @@ def test_a_failed_transfer_suspects_the_pair_and_avoids_the_prefill_worker(error
 @pytest.mark.parametrize(
     "event, reason",
     [
-        (LeaseEnded(1, LeaseOutcome.EXPIRED), "LeaseExpired"),
         (LeaseEnded(1, LeaseOutcome.LOST), "WorkerLost"),
         (PrefillFailed(1, LOST), "WorkerLost"),
         (WorkerDown("p0"), "WorkerLost"),
@@ -327,6 +326,17 @@ def test_a_lease_lost_before_the_pull_cancels_decode(event: Event, reason: str) 
     if isinstance(event, WorkerDown):
         closing.append(EndPrefill(1))
     assert actions == [*closing, Unplace(1), Suspect("p0", reason), Place(2, ids("p0"))]
+
+
+def test_kv_that_nobody_pulled_in_time_is_the_pairs_fault_and_both_are_avoided() -> None:
+    """Kind: lease ran out. The prefill engine did its part, so it stays in use for others."""
+    m = machine()
+    assert play(m, ARRIVED, PLACED, TICKETED, (2.5, LeaseEnded(1, LeaseOutcome.EXPIRED))) == [
+        CancelDecode(1, 0),
+        Unplace(1),
+        Suspect("p0", "LeaseExpired", peer="d0"),
+        Place(2, ids("p0", "d0")),
+    ]
 
 
 def test_a_prefill_worker_that_dies_after_the_pull_is_nobodys_business() -> None:
