@@ -29,7 +29,7 @@ class VllmEngine:
         self._info = info
         self._ports: Any = None
         self._sinks: dict[str, tuple[Sink, Any]] = {}
-        self._pulls: set[str] = set()
+        self._pulls: dict[str, tuple[float, int]] = {}  # since when, prompt tokens
         self._transfers = Transfers(info.kv_bytes_per_token)
         self._queued_tokens: dict[str, int] = {}
         self._callbacks: list[Callable[[WorkerSnapshot], None]] = []
@@ -97,7 +97,7 @@ class VllmEngine:
         self._sinks[request.request_id] = (sink, Timing())
         self._queued_tokens[request.request_id] = len(request.prompt_token_ids)
         if request.kv_transfer_params is not None and request.kv_transfer_params.get("do_remote_prefill"):
-            self._pulls.add(request.request_id)
+            self._pulls[request.request_id] = time.monotonic(), len(request.prompt_token_ids)
             prefill_tp = int(request.kv_transfer_params.get("tp_size") or 1)
             self._transfers.reads_per_request = max(self._info.tp, prefill_tp)
         try:
@@ -153,7 +153,7 @@ class VllmEngine:
         try:
             while True:
                 outputs = await self._core.get_output_async()
-                self._transfers.on_stats(outputs.scheduler_stats)
+                self._transfers.on_stats(outputs.scheduler_stats, time.monotonic())
                 for output in outputs.outputs:
                     entry = self._sinks.get(output.request_id)
                     if entry is None:
@@ -161,8 +161,14 @@ class VllmEngine:
                     sink, timing = entry
                     delta = to_delta(output, timing, outputs.timestamp)
                     self._queued_tokens.pop(output.request_id, None)
-                    if delta.external_tokens:
-                        delta.transfer_s, delta.transfer_bytes = self._transfers.take(delta.queue_s or 0.0)
+                    if delta.external_tokens and (pull := self._pulls.get(output.request_id)) is not None:
+                        since_s, prompt_tokens = pull
+                        block = self._info.block_size_tokens
+                        held = (delta.cached_tokens or 0) - delta.external_tokens
+                        pulled_tokens = -(-prompt_tokens // block) * block - held // block * block
+                        delta.transfer_s, delta.transfer_bytes = self._transfers.take(
+                            since_s, delta.queue_s or 0.0, pulled_tokens
+                        )
                     failed_pull = delta.finish_reason == "error" and output.request_id in self._pulls
                     if delta.finish_reason is not None:
                         self._forget(output.request_id)
@@ -196,7 +202,7 @@ class VllmEngine:
 
     def _forget(self, request_id: str) -> bool:
         self._queued_tokens.pop(request_id, None)
-        self._pulls.discard(request_id)
+        self._pulls.pop(request_id, None)
         return self._sinks.pop(request_id, None) is not None
 
 
