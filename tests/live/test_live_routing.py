@@ -33,7 +33,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     settings = config("vllm", PORT, prefill=2, decode=2, routers=1)
     settings["router"]["openai_arguments"] = ["--enable-prompt-tokens-details"]
     settings["slo"] = {"ttft_ms": 4000, "tpot_ms": 500}
-    settings["router"]["placement"]["shadow"] = True
+    settings["router"]["placement"] |= {"shadow": True, "decision_log": str(folder / "decisions-{router}.jsonl")}
     running = Cluster(settings, folder, Console(stderr=True))
     try:
         running.start()
