@@ -386,8 +386,8 @@ class Dispatcher:
         """Placement's choice, without pairs whose transfers fail."""
         while True:
             placed = self.placer.place(request, now, self._rng, exclude=exclude, local_only=local)
-            if isinstance(placed, Rejection) or placed.prefill is None:
-                return placed
+            if isinstance(placed, Rejection) or placed.prefill is None or request.max_output_tokens == 1:
+                return placed  # one token is served where it is prefilled: nothing is transferred
             pair = (placed.prefill, placed.decode)
             if self.health.pairs.allows(pair, now):
                 self.health.pairs.begin(pair, now)

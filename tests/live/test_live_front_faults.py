@@ -292,7 +292,7 @@ async def test_a_stream_whose_engine_dies_twice_is_still_right_and_at_the_limit_
         tokens = tokens_of(found)
         assert status == 200
         assert reasons_of(found) == []
-        assert [e["error"]["code"] for e in found if "error" in e] == [502]
+        assert [e["error"]["code"] in (500, 502) for e in found if "error" in e] == [True]
         assert tokens == right(len(tokens))
         assert len(tokens) < 40
 
