@@ -55,9 +55,7 @@ def measured(plan: Plan, folder: Path, again: bool) -> dict[str, Any]:
         if session["plan"] == plan.model_dump(mode="json", by_alias=True):
             return session
         err.print(f"{path} is of another plan: measuring again")
-    session = live.run(plan, _model(plan, folder), folder, err.print)
-    live.write(session, path)
-    return session
+    return live.run(plan, _model(plan, folder), folder, err.print)
 
 
 def fitted(plan: Plan, folder: Path, again: bool) -> Path | None:

@@ -28,7 +28,7 @@ KEPT = ("path", "prefill_worker", "decode_worker", "cached_tokens", "transfer_by
 
 
 def run(plan: Plan, model: Path | None, folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
-    """All of a part's live runs on one cluster.
+    """All of a part's live runs on one cluster, kept in `session.json`.
 
     Returns:
         `runs`: the probes, then each load, with `start_s` on one clock and a row for every request.
@@ -50,7 +50,9 @@ def run(plan: Plan, model: Path | None, folder: Path, say: Callable[[str], None]
             say(name)
             runs.append(_one(session, name, workload, began))
             say(f"{name}: {len(runs[-1]['requests'])} requests, load average {runs[-1]['load_average']:.1f}")
-        return {"plan": plan.model_dump(mode="json", by_alias=True), "runs": runs}
+        result = {"plan": plan.model_dump(mode="json", by_alias=True), "runs": runs}
+        (folder / "session.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
+    return result
 
 
 def _one(session: Session, name: str, workload: Workload, began: float) -> dict[str, Any]:
@@ -85,7 +87,3 @@ def _one(session: Session, name: str, workload: Workload, began: float) -> dict[
         "client_loop_late_p99_s": quantiles(run.loop_late_s)["p99"],
         "requests": rows,
     }
-
-
-def write(result: dict[str, Any], path: Path) -> None:
-    path.write_text(json.dumps(result, indent=1), encoding="utf-8")
