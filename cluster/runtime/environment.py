@@ -15,6 +15,9 @@ def ray_environment(config: ClusterConfig) -> dict[str, str]:
         # The autoscaling policy differences counters; ten seconds between pushes are too coarse for it.
         "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
         "RAY_SERVE_LOG_TO_STDERR": "0",
+        # What fails its health checks makes no progress, so it is killed: a graceful stop would wait for it (and with
+        # it the GPU, or the routers' port) until the end of its drain time. Its requests have moved on before.
+        "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
         # Ray starts workers at niceness 15: on a shared host everything else would come before an engine.
         "RAY_worker_niceness": "0",

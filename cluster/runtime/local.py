@@ -45,6 +45,10 @@ class LocalCluster:
 
     def router_status(self) -> dict[str, Any]:
         """What `/pdserve/status` shows, asked inside: the path may want an operator's key."""
+        value: dict[str, Any] = self._routers().status.remote().result(timeout_s=10)
+        return value
+
+    def _routers(self) -> Any:
         from ray import serve
 
         if self._router is None:
@@ -52,8 +56,7 @@ class LocalCluster:
             # The routers' own setting, which this process shares, is for event loops; here is none.
             handle._init(_run_router_in_separate_loop=True)  # type: ignore[no-untyped-call]
             self._router = handle
-        value: dict[str, Any] = self._router.status.remote().result(timeout_s=10)
-        return value
+        return self._router
 
     def stop(self, *, progress: Progress | None = None) -> None:
         """Let running requests finish, then end the application and, if it is ours, Ray. No process is left."""
@@ -70,8 +73,8 @@ class LocalCluster:
             return
         tell("running requests")
         with contextlib.suppress(Exception):
-            handle = serve.get_app_handle(self.config.name)
-            handle.drain.remote().result(timeout_s=self.config.router.drain_s)
+            # Every router, and before any engine: a request between its legs still needs both pools.
+            self._routers().broadcast("drain").results(timeout_s=self.config.router.drain_s)
         tell("replicas")
         with contextlib.suppress(Exception):
             serve.delete(self.config.name, _blocking=True)
