@@ -113,12 +113,13 @@ def start(
         check_port(config.router.http.host, config.router.http.port)
         check_memory(config)
     os.environ.update({k: v for k, v in ray_environment(config).items() if k not in os.environ})
-    for name in ("ray", "ray.serve"):
-        logging.getLogger(name).setLevel(logging.ERROR)
     import ray
     from ray import serve
 
     from cluster.app import build
+
+    for name in ("ray", "ray.serve"):  # both set their level when they are imported
+        logging.getLogger(name).setLevel(logging.ERROR)
 
     def tell(what: str) -> None:
         if progress is not None:
