@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from typing import Any
 
@@ -32,6 +33,7 @@ def router_status(
         "engine": config.engine.kind,
         "router": {
             "id": router_id,
+            "pid": os.getpid(),
             "running_requests": dispatcher.running,
             "open_legs": dispatcher.open_legs,
             "retries": dispatcher.retries,

@@ -53,7 +53,7 @@ class Breaker:
     """Injects faults one after the other, each only where a healthy peer of the target exists.
 
     Args:
-        ready: how many replicas of a deployment the routers can use now.
+        ready: processes of a deployment that are used now.
         weights: how often each (deployment, what) is drawn; what is `kill`, `stop` or `kill child`.
     """
 
@@ -70,11 +70,10 @@ class Breaker:
         while len(self.faults) < count and time.monotonic() < deadline_s:
             await asyncio.sleep(self._rng.uniform(0.2, 1.8) * self._gap_s)
             deployment, what = self._rng.choices(list(self._weights), list(self._weights.values()))[0]
-            usable = await self._ready(deployment)
-            replicas = [p for p in self._processes.replicas(deployment) if p.pid not in self._stopped]
-            if usable < 2 or len(replicas) < 2:
-                continue
-            await self._break(self._rng.choice(replicas), deployment, what)
+            ready = await self._ready(deployment) - self._stopped
+            healthy = [p for p in self._processes.replicas(deployment) if p.pid in ready]
+            if len(healthy) >= 2:
+                await self._break(self._rng.choice(healthy), deployment, what)
 
     async def _break(self, process: psutil.Process, deployment: str, what: str) -> None:
         target = process

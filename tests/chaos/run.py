@@ -26,7 +26,7 @@ from rich.console import Console
 
 from tests.chaos.clients import Ask, Clients
 from tests.chaos.faults import Breaker, Processes
-from tests.chaos.report import show, summarize
+from tests.chaos.report import Campaign, read, show, summarize
 
 MODEL = "chaos"
 VOCAB_LOW, VOCAB_HIGH = 300, 1999
@@ -70,6 +70,8 @@ class Cluster:
         self._settings, self._console = settings, console
         self.log = (folder / "serve.log").open("w")
         self.process: subprocess.Popen[str] | None = None
+        # Retries and migrations of each router, as last seen: one that was killed counts too.
+        self.routers: dict[str, tuple[int, int]] = {}
         self.url = f"http://127.0.0.1:{settings['router']['http']['port']}"
 
     def start(self) -> None:
@@ -96,17 +98,21 @@ class Cluster:
                 response = await http.get(f"{self.url}/pdserve/status", timeout=5)
                 if response.status_code == 200:
                     value: dict[str, Any] = response.json()
+                    router = value["router"]
+                    self.routers[router["id"]] = (router["retries"], router["migrations"])
                     return value
             except httpx.HTTPError:
                 pass
             await asyncio.sleep(0.25)
         raise SystemExit("no router answers any more")
 
-    async def ready(self, http: httpx.AsyncClient, deployment: str) -> int:
+    async def ready(self, http: httpx.AsyncClient, deployment: str) -> set[int]:
+        """Processes of a deployment that requests are sent to now."""
         if deployment == "router":
-            return int(self._settings["router"]["replicas"])
+            # Each answer is of one of them.
+            return {(await self.status(http))["router"]["pid"] for _ in range(6 * self._settings["router"]["replicas"])}
         pool = (await self.status(http))["pools"][deployment]
-        return sum(replica["state"] == "ready" for replica in pool["replicas"])
+        return {replica["pid"] for replica in pool["replicas"] if replica["state"] == "ready"}
 
 
 async def settled(cluster: Cluster, http: httpx.AsyncClient, within_s: float) -> dict[str, Any]:
@@ -165,20 +171,20 @@ WEIGHTS = {
 }  # fmt: skip
 
 
-async def drive(args: argparse.Namespace, cluster: Cluster, console: Console) -> dict[str, Any]:
+async def drive(args: argparse.Namespace, cluster: Cluster, seed: int, faults: int, console: Console) -> Campaign:
     async with httpx.AsyncClient() as http:
-        make = simulated_asks if args.engine == "simulated" else await recorded_asks(cluster, http, args.seed)
+        make = simulated_asks if args.engine == "simulated" else await recorded_asks(cluster, http, seed)
         assert cluster.process is not None
-        clients = Clients(cluster.url, MODEL, args.concurrency, make, args.seed)
+        clients = Clients(cluster.url, MODEL, args.concurrency, make, seed)
         weights = {k: w for k, w in WEIGHTS[args.engine].items() if k[0] != "router" or args.routers > 1}
         processes = Processes(cluster.process.pid, "chaos")
-        breaker = Breaker(processes, lambda d: cluster.ready(http, d), weights, args.seed + 1, args.gap_s)
+        breaker = Breaker(processes, lambda d: cluster.ready(http, d), weights, seed + 1, args.gap_s)
         load = asyncio.create_task(clients.run())
-        breaking = asyncio.create_task(breaker.run(args.faults, time.monotonic() + args.limit_s))
+        breaking = asyncio.create_task(breaker.run(faults, time.monotonic() + args.limit_s))
         with console.status("") as line:
             while not breaking.done():
                 ends = sum(bool(ask.end) for ask in clients.asks)
-                line.update(f"{len(breaker.faults)}/{args.faults} faults, {ends} requests ended")
+                line.update(f"{len(breaker.faults)}/{faults} faults, {ends} requests ended")
                 await asyncio.wait({breaking}, timeout=0.5)
             await breaking
             line.update("the last requests")
@@ -187,17 +193,35 @@ async def drive(args: argparse.Namespace, cluster: Cluster, console: Console) ->
             await load
             ended_s = time.monotonic()
             figures = await settled(cluster, http, args.settle_s)
-        routers = await cluster.status(http)
-        figures |= {"retries": routers["router"]["retries"], "migrations": routers["router"]["migrations"]}
-        summary = summarize(clients.asks, breaker.faults, figures)
-        summary["settled_s"] = round(time.monotonic() - ended_s, 2)
-        show(console, f"chaos, {args.engine} engines, seed {args.seed}", clients.asks, breaker.faults, summary)
-        return summary
+        for _ in range(4 * args.routers):
+            await cluster.status(http)
+        return Campaign.of(
+            clients.asks,
+            breaker.faults,
+            leases_open=figures["leases_open"],
+            blocks_leaked=figures["blocks_leaked"],
+            retried=sum(retries for retries, _ in cluster.routers.values()),
+            migrated=sum(migrations for _, migrations in cluster.routers.values()),
+            settled_s=time.monotonic() - ended_s,
+        )
 
 
-def missed(summary: dict[str, Any], args: argparse.Namespace) -> list[str]:
+def campaign(args: argparse.Namespace, seed: int, faults: int, console: Console) -> Campaign:
+    """One cluster from its start to its end."""
+    with tempfile.TemporaryDirectory(prefix="pdserve-chaos-") as temporary:
+        folder = Path(args.keep or temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        cluster = Cluster(config(args.engine, args.port, args.prefill, args.decode, args.routers), folder, console)
+        try:
+            cluster.start()
+            return asyncio.run(drive(args, cluster, seed, faults, console))
+        finally:
+            cluster.stop()
+
+
+def missed(summary: dict[str, Any], faults: int) -> list[str]:
     bounds = [
-        ("faults", summary["faults"] >= args.faults),
+        ("faults", summary["faults"] >= faults),
         ("wrong_tokens", summary["wrong_tokens"] == 0),
         ("hung", summary["hung"] == 0),
         ("finished_share", summary["finished_share"] >= 0.995),
@@ -219,22 +243,26 @@ def main() -> None:
     parser.add_argument("--gap-s", type=float, default=1.5, help="mean time between faults")
     parser.add_argument("--limit-s", type=float, default=1500, help="end even if fewer faults were done")
     parser.add_argument("--settle-s", type=float, default=10)
+    parser.add_argument("--campaigns", type=int, default=1, help="clusters that share the faults, one after the other")
+    parser.add_argument("--record", help="write each campaign beside this path, as PATH.SEED.json")
+    parser.add_argument("--add", nargs="*", default=[], help="campaigns recorded before; their faults count")
     parser.add_argument("--port", type=int, default=8177)
     parser.add_argument("--keep", help="folder for the cluster's log instead of a temporary one")
     args = parser.parse_args()
     # Whoever ends this run early must not leave the cluster behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     console = Console(stderr=True, highlight=False)
-    with tempfile.TemporaryDirectory(prefix="pdserve-chaos-") as temporary:
-        folder = Path(args.keep or temporary)
-        folder.mkdir(parents=True, exist_ok=True)
-        cluster = Cluster(config(args.engine, args.port, args.prefill, args.decode, args.routers), folder, console)
-        try:
-            cluster.start()
-            summary = asyncio.run(drive(args, cluster, console))
-        finally:
-            cluster.stop()
-    wrong = missed(summary, args)
+    done = [read(Path(file)) for file in args.add]
+    left = args.faults - sum(len(c.faults) for c in done)
+    per = -(-left // args.campaigns) if left > 0 else 0
+    for number in range(args.campaigns if left > 0 else 0):
+        faults = min(per, left - number * per)
+        done.append(campaign(args, args.seed + number, faults, console))
+        if args.record:
+            done[-1].write(Path(args.record).with_suffix(f".{args.seed + number}.json"))
+    summary = summarize(done)
+    show(console, f"chaos, {args.engine} engines, {len(done)} cluster(s) from seed {args.seed}", done, summary)
+    wrong = missed(summary, args.faults)
     print(json.dumps({"engine": args.engine, **summary, "missed": wrong}))
     raise SystemExit(1 if wrong else 0)
 
