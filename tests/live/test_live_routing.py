@@ -33,6 +33,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     settings = config("vllm", PORT, prefill=2, decode=2, routers=1)
     settings["router"]["openai_arguments"] = ["--enable-prompt-tokens-details"]
     settings["slo"] = {"ttft_ms": 4000, "tpot_ms": 500}
+    settings["router"]["tenants"] = {"header": "x-tenant-id"}
     settings["router"]["placement"] |= {"shadow": True, "decision_log": str(folder / "decisions-{router}.jsonl")}
     running = Cluster(settings, folder, Console(stderr=True))
     try:
@@ -44,7 +45,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture
 async def http(cluster: Cluster) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=cluster.url, timeout=120) as client:
+    headers = {"x-tenant-id": "operator"}
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=120, headers=headers) as client:
         for _ in range(600):
             status = await cluster.status(client)
             ready = [len(pool["replicas"]) for pool in status["pools"].values()] == [2, 2]
@@ -109,22 +111,47 @@ async def test_turns_find_their_blocks_and_conversations_spread(http: httpx.Asyn
     assert sum(right) / len(right) >= 0.9, [(r["predicted_cached_tokens"], r["cached_tokens"]) for r in mine]
 
 
-async def test_another_tenants_salt_shares_nothing_and_the_own_one_does(http: httpx.AsyncClient) -> None:
+async def test_tenants_share_nothing_on_either_side(http: httpx.AsyncClient) -> None:
+    """Whatever salt a client sends: its namespace is its tenant's. Prefill's reuse by the engine's count, decode's by
+    the blocks that it need not pull."""
     rng = random.Random(2)
     prompt = [rng.randrange(300, 1999) for _ in range(640)]
+    asked: list[str] = []
 
-    async def ask(salt: str | None) -> int:
+    async def ask(tenant: str, salt: str | None = None) -> tuple[int, int, str]:
+        """(tokens cached by the prefill engine, blocks pulled, decode engine)."""
+        asked.append(f"tenants-{len(asked)}")
         body: dict[str, Any] = {"model": MODEL, "prompt": prompt, "max_tokens": 4, "temperature": 0}
         if salt is not None:
             body["cache_salt"] = salt
-        response = await http.post("/v1/completions", json=body)
+        headers = {"x-tenant-id": tenant, "x-request-id": asked[-1]}
+        response = await http.post("/v1/completions", json=body, headers=headers)
         assert response.status_code == 200, response.text
         await asyncio.sleep(0.5)  # events reach the index
-        details = response.json()["usage"]["prompt_tokens_details"] or {}
-        return int(details.get("cached_tokens") or 0)
+        record = (await placed(http))[asked[-1]]
+        assert record["path"] == "split"
+        cached = int((response.json()["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0)
+        assert cached == record["cached_tokens"]
+        return cached, record["transfer_blocks"], record["decode_worker"]
 
-    assert await ask("a") == 0
-    assert await ask("a") == 512  # the last token is always computed, and with it its block
-    assert await ask("b") == 0
-    assert await ask(None) == 0
-    assert await ask("b") == 512
+    async def ask_until_reused(tenant: str, salt: str | None = None) -> None:
+        """The second request finds everything on prefill; on decode too, once it meets the same engine."""
+        cached, pulled, engine = await ask(tenant, salt)
+        assert (cached, pulled) == (0, 640 // BLOCK)
+        engines = {engine}
+        for _ in range(6):
+            cached, pulled, engine = await ask(tenant, salt)
+            assert cached == 512  # the last token is always computed, and with it its block
+            if engine in engines:
+                assert pulled <= 1
+                return
+            assert pulled == 640 // BLOCK
+            engines.add(engine)
+        raise AssertionError("never the same decode engine again")
+
+    await ask_until_reused("a")
+    await ask_until_reused("b")
+    await ask_until_reused("b", "a")
+    await ask_until_reused("a", "narrower")
+    await ask_until_reused("ab", "c")
+    await ask_until_reused("a", "bc")
