@@ -12,7 +12,7 @@ from collections import Counter
 import pytest
 from in_process import Cluster, until
 
-from cluster.messages import Outcome
+from cluster.messages import Outcome, Role
 
 pytestmark = pytest.mark.live
 
@@ -63,9 +63,10 @@ async def test_a_cancel_between_the_legs_frees_the_prefill_side_at_once() -> Non
     await cluster.stop()
 
 
-async def test_cancelled_long_prefills_do_not_delay_the_next_short_prompt() -> None:
-    """Kind: cancel before the first token. Ten 4,000-token prompts, each left after 50 ms, then a short one."""
-    cluster = Cluster(seed=5)
+async def test_ten_cancelled_prefills_of_20k_tokens_do_not_delay_the_next_short_prompt() -> None:
+    """Kind: cancel before the first token. What runs on is the one chunk that an engine step has begun."""
+    long = {"max_model_len": 32_768, "kv_blocks": 20_000, "max_num_batched_tokens": 256}
+    cluster = Cluster(seed=5, simulated=long)
     await cluster.start(prefill=1, decode=1)
 
     async def ttft_s() -> float:
@@ -74,18 +75,19 @@ async def test_cancelled_long_prefills_do_not_delay_the_next_short_prompt() -> N
         assert client.first_s is not None
         return client.first_s - client.request.arrival_s
 
-    idle = sorted([await ttft_s() for _ in range(9)])[4]
+    idle = sorted([await ttft_s() for _ in range(15)])[7]
     after = []
-    for _ in range(5):
-        long = [cluster.send(4000, 5) for _ in range(10)]
-        await asyncio.sleep(0.05)
-        for client in long:
+    for _ in range(9):
+        prompts = [cluster.send(20_000, 1) for _ in range(10)]
+        await asyncio.sleep(0.2)
+        for client in prompts:
             cluster.dispatcher.client_left(client.request.request_id)
         after.append(await ttft_s())
-    # One step of the prefill engine may be under way when the short prompt comes; it is not counted against it.
-    step_s = 0.003 + 8192 * 20e-6
-    assert sorted(after)[2] < 2 * idle + step_s
-    assert not any(v for k, v in cluster.open().items() if k in ("requests", "legs"))
+        await until(lambda: not any(cluster.open().values()), 1.0)
+        assert not any(cluster.open().values()), cluster.open()
+    print(f"idle TTFT {1e3 * idle:.1f} ms, behind ten cancelled prefills {1e3 * sorted(after)[4]:.1f} ms")
+    assert sorted(after)[4] < 2 * idle
+    assert sum(w.counts["cancelled"] + w.counts["released"] for w in cluster.workers(Role.PREFILL)) >= 80
     await cluster.stop()
 
 
@@ -110,9 +112,10 @@ async def test_a_lease_that_nobody_settles_expires_and_is_counted() -> None:
     prefill._lease_s = 0.3
     cluster.dispatcher.on_outputs = lambda *_: None  # type: ignore[method-assign]
     cluster.send(300, 5)
-    await until(lambda: prefill.leases.counters().granted == 1, 5.0)
-    await until(lambda: prefill.snapshot().kv_used_blocks == 0, 2.0)
-    counters = prefill.leases.counters()
-    assert (counters.granted, counters.expired, counters.pulled, len(prefill.leases)) == (1, 1, 0, 0)
+    await until(lambda: prefill.leases.counters().expired >= 1, 5.0)
+    await until(lambda: prefill.snapshot().kv_used_blocks == 0, 5.0)
     assert prefill.snapshot().kv_used_blocks == 0
+    counters = prefill.leases.counters()
+    assert counters.expired >= 1
+    assert (counters.pulled, counters.granted) == (0, counters.expired + len(prefill.leases))
     await cluster.stop()
