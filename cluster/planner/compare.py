@@ -141,12 +141,17 @@ def _their_row(name: str, kind: str, best: dict[str, str], count: int) -> dict[s
 
 def main() -> None:
     """`make plan-compare`: the table of docs/fidelity.md, then one line of JSON with the key ratios."""
+    import argparse
     import json
     import sys
 
+    parser = argparse.ArgumentParser(prog="python -m cluster.planner.compare", description=main.__doc__)
+    parser.add_argument("--gpus", nargs="+", default=["H100", "H200"], choices=sorted(SYSTEMS))
+    parser.add_argument("--models", nargs="+", default=["llama-3.1-70b", "llama-3.1-8b", "qwen3-32b"])
+    asked = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    for model in ("llama-3.1-70b", "llama-3.1-8b", "qwen3-32b"):
-        for gpu in ("H100", "H200"):
+    for model in asked.models:
+        for gpu in asked.gpus:
             print(f"{model} on 16 {gpu}", file=sys.stderr)
             rows += answers(model, gpu, 16, 4000, 500, 2000.0, 40.0)
     columns = ["model and GPUs", "who", "kind", "best layout", "tok/s/GPU", "req/s", "TTFT ms", "TPOT ms"]
@@ -170,7 +175,9 @@ def agreement(rows: list[dict[str, Any]]) -> dict[str, Any]:
             return bool(answer["split"]["tok/s/GPU"] > max(rest))
 
         winners += split_wins(ours) == split_wins(theirs)
-        bare = ours["split"]["best layout"].replace("H100 ", "").replace("H200 ", "")
+        bare = ours["split"]["best layout"]
+        for gpu in SYSTEMS:
+            bare = bare.replace(f"{gpu} ", "")
         layouts += bare == theirs["split"]["best layout"]
         ratios += [ours[k]["tok/s/GPU"] / theirs[k]["tok/s/GPU"] for k in ours.keys() & theirs.keys()]
     return {
