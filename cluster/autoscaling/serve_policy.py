@@ -17,6 +17,7 @@ from typing import Any
 
 from cluster.autoscaling.messages import Decision, Observation, PoolLoad, Settings, StepCost
 from cluster.autoscaling.policy import decide, initial
+from cluster.autoscaling.serve_victims import LeastLoss
 from cluster.config import ClusterConfig, parse
 from cluster.goodput.accounting import Totals
 from cluster.goodput.decisions import Publisher
@@ -51,16 +52,29 @@ class GoodputPolicy:
         self._decision: Decision | None = None
         self._decided_s = float("-inf")
         self._publisher = Publisher(parsed.name) if publish else None
+        self._least_loss: LeastLoss | None = None
 
     def __call__(self, contexts: Mapping[Any, Any]) -> tuple[dict[Any, int], None]:
         """Targets by deployment id. Never raises: an error holds what Serve has."""
         by_name = {ctx.deployment_name: (key, ctx) for key, ctx in contexts.items()}
         try:
+            self._note_loads(contexts)
             targets = self._targets({name: ctx for name, (_, ctx) in by_name.items()})
         except Exception:
             log.exception("autoscaling: the policy failed; targets are held")
             targets = {}
         return {by_name[name][0]: n for name, n in targets.items() if name in by_name}, None
+
+    def _note_loads(self, contexts: Mapping[Any, Any]) -> None:
+        """For the choice of which replicas leave, should this loop make a pool smaller."""
+        if self._least_loss is None:
+            from ray.serve._private.deployment_scheduler import DeploymentScheduler
+
+            self._least_loss = LeastLoss()
+            self._least_loss.install(DeploymentScheduler)
+        for key, ctx in contexts.items():
+            if ctx.deployment_name != ROUTER:
+                self._least_loss.note(key, self._newest(ctx, ctx.current_time or time.time()))
 
     def _targets(self, contexts: dict[str, Any]) -> dict[str, int]:
         missing = [role.value for role in self.settings.pools if role.value not in contexts]

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 from cluster.autoscaling.messages import Decision, Observation, PoolLoad, Settings
 from cluster.autoscaling.policy import decide, initial
+from cluster.drain import Candidate, victims
 from cluster.messages import Role, WorkerState
 from cluster.sim.fleet import Fleet
 from cluster.sim.kernel import Timer
-from router.drain import Candidate, victims
 
 Targets = Mapping[Role, int]
 Policy = Callable[[Observation, float], Targets]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from cluster.drain import Drain, DrainState
+from cluster.drain import Candidate, Drain, DrainState, victims
 from cluster.messages import WorkerSnapshot, WorkerState
-from router.drain import Candidate, victims
 
 
 def worker(name: str, state: WorkerState = WorkerState.READY, hot: int = 0, **load: int) -> Candidate:
