@@ -25,6 +25,8 @@ class Endpoint:
         counts: ask for a token count with each chunk (`continuous_usage_stats`, vLLM's extension).
         tenant_header: header that carries the tenant, None to send none.
         tenant_keys: API key per tenant; `api_key` for those that have none.
+        cache_salt: a namespace of the prefix cache, None for the common one: requests share nothing with those of
+            another (vLLM's extension).
     """
 
     url: str
@@ -36,6 +38,7 @@ class Endpoint:
     api_key: str | None = None
     tenant_header: str | None = "x-tenant-id"
     tenant_keys: dict[str, str] = field(default_factory=dict)
+    cache_salt: str | None = None
 
     @property
     def host(self) -> str:
@@ -88,6 +91,8 @@ class RequestWriter:
             body |= {"ignore_eos": True, "min_tokens": output_tokens}
         if priority:
             body["priority"] = priority
+        if e.cache_salt is not None:
+            body["cache_salt"] = e.cache_salt
         return msgspec.json.encode(body)
 
     def request(self, body: bytes, *, request_id: str, tenant: str = "default") -> bytes:

@@ -6,6 +6,7 @@ stopped. Its engines are those of the file: simulated ones in real time, or vLLM
 
 from __future__ import annotations
 
+import itertools
 import json
 import queue
 import signal
@@ -16,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,10 @@ import yaml
 from cluster.commands.output import err
 from cluster.config import ClusterConfig
 from cluster.errors import UserError
+from cluster.messages import RequestRecord, Stage
 from cluster.planner.experiment import Measure
 from cluster.planner.simulate import Run, accelerators
+from cluster.sim.fleet import Transfer
 from cluster.workload.spec import Workload
 
 STOP_S = 120.0
@@ -48,7 +52,8 @@ def served(config: ClusterConfig) -> Iterator[Measure]:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         try:
             url = _ready(process, config.engine.start_timeout_s + 120)
-            yield lambda workload, seed: _measure(config, url, workload, seed)
+            numbers = itertools.count(1)
+            yield lambda workload, seed: _measure(config, url, workload, seed, f"experiment-{next(numbers)}-{seed}")
         finally:
             process.send_signal(signal.SIGINT)
             try:
@@ -79,8 +84,10 @@ def _ready(process: subprocess.Popen[str], timeout_s: float) -> str:
         raise UserError(f"cluster: it did not start: {last.removeprefix('pdserve: ')}") from None
 
 
-def _measure(config: ClusterConfig, url: str, workload: Workload, seed: int) -> Run:
+def _measure(config: ClusterConfig, url: str, workload: Workload, seed: int, run_id: str) -> Run:
+    from loadtests.discover import fetch_records
     from loadtests.scenario import RequestOptions, Scenario
+    from loadtests.server_side import join
     from loadtests.session import Session, Settings
 
     scenario = Scenario(
@@ -90,9 +97,12 @@ def _measure(config: ClusterConfig, url: str, workload: Workload, seed: int) -> 
     )
     session = Session(scenario, Settings(url), lambda text: err.print(f"[dim]{text}[/dim]"))
     session.warm_up()
+    # Rates and seeds share prompts, and what one run left in the caches is not another's.
+    session.endpoint = replace(session.endpoint, cache_salt=run_id)
     begin = time.perf_counter()
-    run = session.run(session.scenario.workload, f"experiment-{seed}")
-    records = [sample.record(config.slo.to_slo()) for sample in run.samples]
+    run = session.run(session.scenario.workload, run_id)
+    matched = join(run.samples, fetch_records(url), session.scenario)
+    records = [matched.get(sample.request_id) or sample.record(config.slo.to_slo()) for sample in run.samples]
     if not records:
         raise UserError("workload: it has no requests; raise its rate, duration_s or requests")
     count, price = accelerators(config)
@@ -100,7 +110,7 @@ def _measure(config: ClusterConfig, url: str, workload: Workload, seed: int) -> 
     extra: dict[str, Any] = {"url": url}
     return Run(
         records=records,
-        transfers=[],
+        transfers=[_transfer(r) for r in records if r.transfer_bytes],
         offered=len(records),
         span_s=max(run.length_s, 1e-9),
         arrivals_s=max(max(arrivals) - min(arrivals), 1e-9),
@@ -112,3 +122,11 @@ def _measure(config: ClusterConfig, url: str, workload: Workload, seed: int) -> 
         seed=seed,
         extra=extra,
     )
+
+
+def _transfer(record: RequestRecord) -> Transfer:
+    """As the router knows it: how long and how much; it ended before the first token."""
+    end_s = record.arrival_s + (record.ttft_s or 0.0)
+    length_s = record.stage_s.get(Stage.KV_TRANSFER, 0.0)
+    source, target = record.prefill_worker or "", record.decode_worker or ""
+    return Transfer(source, target, end_s - length_s, end_s, record.transfer_bytes)

@@ -232,6 +232,9 @@ def test_requests_carry_what_the_endpoint_wants() -> None:
     assert "ignore_eos" not in asked
     assert asked["max_completion_tokens"] == 7
     assert asked["stream_options"] == {"include_usage": True}
+    assert "cache_salt" not in asked
+    salted = RequestWriter(Endpoint("h", "m", cache_salt="run-1"), Plain())  # type: ignore[arg-type]
+    assert json.loads(salted.body(((1, 3),), 7))["cache_salt"] == "run-1"
     assert b"authorization" not in plain.request(b"{}", request_id="x")
 
 
