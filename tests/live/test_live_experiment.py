@@ -1,4 +1,4 @@
-"""`pdserve experiment --live`: one file on Ray with simulated engines, beside the simulator's answer to the same file."""
+"""`pdserve experiment --live` on Ray with simulated engines, beside the simulator's answer to the same file."""
 
 from __future__ import annotations
 
