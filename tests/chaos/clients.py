@@ -39,9 +39,19 @@ class Clients:
 
     Args:
         make: the next request.
+        hang_s: a request that has not ended by then counts as hung.
     """
 
-    def __init__(self, url: str, model: str, concurrency: int, make: Callable[[random.Random], Ask], seed: int) -> None:
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        concurrency: int,
+        make: Callable[[random.Random], Ask],
+        seed: int,
+        hang_s: float = HANG_S,
+    ) -> None:
+        self._hang_s = hang_s
         self._url, self._model, self._make = url, model, make
         self._concurrency = concurrency
         self._rng = random.Random(seed)
@@ -62,7 +72,7 @@ class Clients:
             self.asks.append(ask)
             ask.sent_s = time.monotonic()
             try:
-                async with asyncio.timeout(HANG_S):
+                async with asyncio.timeout(self._hang_s):
                     await self._ask(http, ask)
             except TimeoutError:
                 ask.end = "hung"

@@ -36,17 +36,10 @@ class InProcess:
     """The cluster of this process's Ray, with pools whose size can be set without another change."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        from cluster import app
         from cluster.config import parse
 
         self._settings = settings
-        self._sizes: dict[Role | None, int] = {}
-        original = app._size
-
-        def sized(config: Any, role: Role | None, replicas: int) -> dict[str, Any]:
-            return {"num_replicas": self._sizes[role]} if role in self._sizes else original(config, role, replicas)
-
-        app._size = sized
+        self._sizes = {role.value: settings["pools"][role.value]["replicas"]["min"] for role in Role}
         self.parse = parse
         self.url = f"http://127.0.0.1:{settings['router']['http']['port']}"
         self.cluster: Any = None
@@ -55,23 +48,28 @@ class InProcess:
         from cluster.runtime.local import start
 
         self.cluster = start(self.parse(self._settings))
+        # From here on by what `serve deploy` does too: there a change of size is no new version.
+        self.update()
 
     def stop(self) -> None:
         if self.cluster is not None:
             self.cluster.stop()
 
-    def deploy(self, **changes: Any) -> None:
-        """Blocks until Serve has what is asked for; old replicas may still drain."""
-        from ray import serve
-
-        from cluster.app import build
-
-        settings = self.parse({**self._settings, **changes}).model_dump(mode="json")
-        serve.run(build({"config": settings}), name=self._settings["name"], route_prefix="/")
-
     def resize(self, role: Role, replicas: int) -> None:
-        self._sizes[role] = replicas
-        self.deploy()
+        from cluster.autoscaling.deploy import deploy
+
+        self._sizes[role.value] = replicas
+        deploy(self.cluster.config, sizes=self._sizes)
+
+    def update(self, timeout_s: float = 600, **changes: Any) -> None:
+        """Replace every replica; blocks until the last old one has drained and gone."""
+        from cluster.autoscaling.deploy import deploy, wait_until_running
+
+        # The host is what `start` made of it.
+        self.cluster.config = self.cluster.config.model_copy(update=changes)
+        deploy(self.cluster.config, sizes=self._sizes)
+        time.sleep(1.0)
+        wait_until_running(self.cluster.config.name, timeout_s)
 
     async def status(self, http: httpx.AsyncClient) -> dict[str, Any]:
         while True:
@@ -101,7 +99,7 @@ def long_ask(rng: random.Random) -> Ask:
 async def drive(args: argparse.Namespace, cluster: InProcess, console: Console) -> dict[str, Any]:
     async with httpx.AsyncClient() as http:
         short = Clients(cluster.url, MODEL, args.concurrency, simulated_asks, args.seed)
-        long = Clients(cluster.url, MODEL, args.streams, long_ask, args.seed + 1)
+        long = Clients(cluster.url, MODEL, args.streams, long_ask, args.seed + 1, hang_s=240)
         load = asyncio.gather(short.run(), long.run())
         downs = 0
         with console.status("") as line:
@@ -113,17 +111,22 @@ async def drive(args: argparse.Namespace, cluster: InProcess, console: Console) 
                 downs += 1
                 await asyncio.to_thread(cluster.resize, role, full)
                 await cluster.until(http, role, full)
-            line.update("rolling update")
-            started = time.monotonic()
-            await asyncio.to_thread(cluster.deploy, slo={"ttft_ms": 501})
-            update_s = time.monotonic() - started
+            update_s = 0.0
+            if args.update:
+                line.update("rolling update")
+                started = time.monotonic()
+                slo = cluster.cluster.config.slo.model_copy(update={"ttft_ms": 501.0})
+                await asyncio.to_thread(cluster.update, slo=slo)
+                update_s = time.monotonic() - started
             short.stopping = long.stopping = True
             line.update("the last requests")
             await load
             figures = await settled(cluster, http, args.settle_s)  # type: ignore[arg-type]
     asks = [*short.asks, *long.asks]
     ends = Counter(ask.end for ask in asks)
-    table = Table(title=f"{downs} scale-downs and one rolling update", title_justify="left")
+    table = Table(
+        title=f"{downs} scale-downs" + (" and one rolling update" if args.update else ""), title_justify="left"
+    )
     for column in ("end", "requests", "example"):
         table.add_column(column)
     for end, count in ends.most_common():
@@ -153,6 +156,7 @@ def _gap(ask: Ask) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--downs", type=int, default=20)
+    parser.add_argument("--no-update", dest="update", action="store_false", help="scale-downs alone")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--prefill", type=int, default=2)
     parser.add_argument("--decode", type=int, default=2)
