@@ -33,9 +33,13 @@ class Campaign:
 
     @classmethod
     def of(cls, asks: list[Ask], faults: list[Fault], **figures: Any) -> Campaign:
-        """Adds to each fault how long the slowest client that was waiting then noticed nothing."""
+        """Adds to each fault how long the slowest stream that was open then had to wait for its next token or end.
+
+        Clients that do not stream notice only the end, however well all goes.
+        """
+        streams = [a for a in asks if a.streaming]
         for fault in faults:
-            waits = [_next_notice(a, fault.at_s) for a in asks if a.sent_s <= fault.at_s < a.noticed_s[-1]]
+            waits = [_next_notice(a, fault.at_s) for a in streams if a.sent_s <= fault.at_s < a.noticed_s[-1]]
             fault.recovered_s = max(waits, default=0.0)
         return cls(faults, [(a.end, a.detail, a.retried, a.wrong) for a in asks], **figures)
 
