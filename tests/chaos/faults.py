@@ -54,7 +54,8 @@ class Breaker:
 
     Args:
         ready: processes of a deployment that are used now.
-        weights: how often each (deployment, what) is drawn; what is `kill`, `stop` or `kill child`.
+        weights: how often each (deployment, what) is drawn; what is `kill` or `stop`, or one of them and
+            ` child`: a process below the replica.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Breaker:
     ) -> None:
         self._processes, self._ready, self._weights, self._gap_s = processes, ready, weights, gap_s
         self._rng = random.Random(seed)
-        self._stopped: set[int] = set()
+        self._stopped: dict[int, int] = {}  # stopped process -> its replica
         self.faults: list[Fault] = []
 
     async def run(self, count: int, deadline_s: float) -> None:
@@ -70,29 +71,29 @@ class Breaker:
         while len(self.faults) < count and time.monotonic() < deadline_s:
             await asyncio.sleep(self._rng.uniform(0.2, 1.8) * self._gap_s)
             deployment, what = self._rng.choices(list(self._weights), list(self._weights.values()))[0]
-            ready = await self._ready(deployment) - self._stopped
+            ready = await self._ready(deployment) - set(self._stopped.values())
             healthy = [p for p in self._processes.replicas(deployment) if p.pid in ready]
             if len(healthy) >= 2:
                 await self._break(self._rng.choice(healthy), deployment, what)
 
     async def _break(self, process: psutil.Process, deployment: str, what: str) -> None:
         target = process
-        if what == "kill child":
+        if what.endswith("child"):
             children = [c for c in process.children(recursive=True) if "resource_tracker" not in " ".join(c.cmdline())]
             if not children:
                 return
             target = self._rng.choice(children)
         with contextlib.suppress(psutil.Error):
-            if what == "stop":
+            if what.startswith("stop"):
                 target.send_signal(signal.SIGSTOP)
-                self._stopped.add(target.pid)
+                self._stopped[target.pid] = process.pid
                 asyncio.get_running_loop().call_later(self._rng.uniform(0.5, 8.0), self._go_on, target.pid)
             else:
                 target.kill()
             self.faults.append(Fault(time.monotonic(), what, deployment, target.pid))
 
     def _go_on(self, pid: int) -> None:
-        self._stopped.discard(pid)
+        self._stopped.pop(pid, None)
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
 

@@ -167,6 +167,7 @@ WEIGHTS = {
     "vllm": {
         ("prefill", "kill"): 1.0, ("decode", "kill"): 1.0, ("prefill", "stop"): 1.0, ("decode", "stop"): 1.0,
         ("prefill", "kill child"): 1.0, ("decode", "kill child"): 1.0,
+        ("prefill", "stop child"): 1.0, ("decode", "stop child"): 1.0,
     },
 }  # fmt: skip
 
