@@ -311,6 +311,7 @@ class Worker:
 
     def _on_router_lost(self, router_id: str) -> None:
         self._links.pop(router_id, None)
+        self._connecting.pop(router_id, None)
         self._outbox.pop(router_id, None)
         for leg in list(self._legs.values()):
             if leg.call.router.router_id == router_id:
