@@ -222,6 +222,8 @@ class Dispatcher:
         self.health.heard(snapshot.worker_id, snapshot.steps, self._clock())
         self.placer.on_snapshot(snapshot, self._clock())
         if snapshot.state is WorkerState.DEAD:
+            # Its leases too: finished prefills, of which the engine itself can say nothing any more.
+            self._lose(snapshot.worker_id, "its engine died")
             self.on_worker_down(snapshot.worker_id)
         self._pump()
 
@@ -529,13 +531,16 @@ class Dispatcher:
             self.placer.add_worker(info, self._clock())
             return
         self.placer.pause_worker(change.worker_id, self._clock())
-        if change.trust is not Trust.LOST:
-            return
-        log.warning("worker %s is lost: %s", change.worker_id, change.reason)
-        self.last_failure[change.worker_id] = change.reason
-        there = {id(run): run for leg_id, (run, _, _) in self._legs.items() if run.legs[leg_id] == change.worker_id}
+        if change.trust is Trust.LOST:
+            self._lose(change.worker_id, change.reason)
+
+    def _lose(self, worker_id: str, reason: str) -> None:
+        """Nothing comes from there any more: every request with a leg there goes elsewhere."""
+        log.warning("worker %s is lost: %s", worker_id, reason)
+        self.last_failure[worker_id] = reason
+        there = {id(run): run for leg_id, (run, _, _) in self._legs.items() if run.legs[leg_id] == worker_id}
         for run in there.values():
-            self._feed(run, msg.WorkerDown(change.worker_id))
+            self._feed(run, msg.WorkerDown(worker_id))
 
     def _finish(self, run: Run, action: msg.Finish) -> None:
         request_id = run.request.request_id

@@ -24,6 +24,7 @@ from front import LIMITS, Front, completion, events, reasons_of, right, running,
 from in_process import HIGH, LOW, until
 
 from cluster.config import AdmissionConfig, PlacementConfig
+from cluster.errors import BadRequest
 from cluster.messages import Outcome, Path, Role, WorkerState
 from cluster.perf.times import LinearTimes
 from router.admission import Admission
@@ -317,6 +318,26 @@ async def test_what_cannot_be_moved_ends_with_one_error_event(more: dict[str, An
         assert {r.outcome for r in front.cluster.records} == {Outcome.FAILED}
 
 
+async def test_an_error_in_mid_stream_that_no_engine_would_answer_differently_is_told_once() -> None:
+    """Kind: stream ends silently (c): a grammar that cannot go on, say. No other engine is tried."""
+    async with running(simulated=STEP) as front:
+        cluster = front.cluster
+        async with httpx.AsyncClient(base_url=front.url, timeout=30) as http:
+            task = asyncio.create_task(events(http, completion(max_tokens=200)))
+            await until(lambda: any(r.tokens(0) >= 3 for r in cluster.dispatcher.runs()), 5.0)
+            (busy,) = [w for w in cluster.workers(Role.DECODE) if w.snapshot().running]
+            (leg,) = busy._legs
+            busy._sink(leg, BadRequest("the grammar cannot go on"))
+            status, found, _, _ = await task
+        assert status == 200
+        assert reasons_of(found) == []
+        (error,) = [e["error"] for e in found if "error" in e]
+        assert (error["code"], error["message"]) == (400, "the grammar cannot go on")
+        assert cluster.dispatcher.migrations == cluster.dispatcher.retries == 0
+        await until(lambda: clean(front), 2.0)
+        assert clean(front), cluster.open()
+
+
 async def test_a_leaving_prefill_worker_waits_for_kv_that_nobody_pulled_yet() -> None:
     """Kind: drain is too short, or does not stop intake. Ten finished prefills, none pulled, when it is told to go."""
     async with running(prefill=2, decode=1, simulated=STEP) as front:
@@ -344,6 +365,31 @@ async def test_a_leaving_prefill_worker_waits_for_kv_that_nobody_pulled_yet() ->
         )
         assert cluster.dispatcher.retries == cluster.dispatcher.migrations == 0
         assert leaving.leases.counters().pulled == held
+
+
+async def test_leases_of_an_engine_that_died_are_not_waited_for() -> None:
+    """Kind: prefill failure is not told to anyone: it had finished, and its KV went with it."""
+    limits = LIMITS.model_copy(update={"stall_s": 30.0, "silent_s": 30.0, "first_token_s": 30.0})
+    async with running(prefill=2, decode=2, limits=limits, simulated=STEP) as front:
+        cluster = front.cluster
+        decodes = cluster.workers(Role.DECODE)
+        async with httpx.AsyncClient(base_url=front.url, timeout=30) as http:
+            for worker in decodes:
+                worker.engine.stall()  # type: ignore[attr-defined]
+            bodies = [completion(prompt=prompt(i), max_tokens=10) for i in range(10)]
+            tasks = [asyncio.create_task(http.post(COMPLETION, json=b)) for b in bodies]
+            await until(lambda: sum(len(w.leases) for w in cluster.workers(Role.PREFILL)) == 10, 5.0)
+            dying = max(cluster.workers(Role.PREFILL), key=lambda w: len(w.leases))
+            held = len(dying.leases)
+            dying.engine.die()  # type: ignore[attr-defined]
+            await until(lambda: cluster.dispatcher.retries >= held, 2.0)
+            assert cluster.dispatcher.retries == held, "found out only when decode tried to pull"
+            for worker in decodes:
+                worker.engine.resume()  # type: ignore[attr-defined]
+            answers = await asyncio.gather(*tasks)
+        assert all(
+            a.json()["choices"][0]["token_ids"] == right(10, b["prompt"]) for a, b in zip(answers, bodies, strict=True)
+        )
 
 
 async def test_a_call_that_reaches_a_draining_worker_goes_elsewhere_unnoticed() -> None:
