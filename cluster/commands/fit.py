@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from cluster.config import ClusterConfig
     from cluster.engine.measure import Measured
     from cluster.perf.fitting import StepSample
+    from cluster.perf.profile import Profile
 
 
 def command(
@@ -40,6 +41,7 @@ def command(
     repeats: Annotated[int, typer.Option(min=1, max=100, help="measurements of each prompt length")] = 4,
     max_batch: Annotated[int, typer.Option(min=1, help="largest decode batch")] = 32,
     out: Annotated[Path, typer.Option(help="the profile: .json or .yaml")] = Path("profile.json"),
+    samples_out: Annotated[Path | None, typer.Option("--samples", help="also write every sample, as CSV")] = None,
     json: Annotated[bool, typer.Option("--json", help="one JSON object on stdout")] = False,
 ) -> None:
     """Fit step times to measured iterations and write them with provenance and residuals.
@@ -71,6 +73,8 @@ def command(
     }
     profile = Profile(replace(fit.coefficients), provenance, residuals)
     write_profile(profile, out)
+    if samples_out is not None:
+        _write_samples(samples, profile, samples_out)
     if json:
         print_json({"profile": str(out), "samples": len(samples), **profile.to_dict()})
         return
@@ -91,6 +95,24 @@ def _hold_out(samples: list[StepSample]) -> tuple[list[StepSample], list[StepSam
     if len(samples) < 15:
         return samples, []
     return [s for i, s in enumerate(samples) if i % 5 != 4], [s for i, s in enumerate(samples) if i % 5 == 4]
+
+
+def _write_samples(samples: list[StepSample], profile: Profile, path: Path) -> None:
+    import csv
+
+    times = profile.times()
+    try:
+        with path.open("w", newline="", encoding="utf-8") as file:
+            rows = csv.writer(file)
+            rows.writerow(["prompt_tokens", "decode_batch", "decode_context_tokens", "measured_s", "fitted_s"])
+            for s in samples:
+                fitted_s = times.step_s(s.prefill, s.decode_batch, s.decode_context_tokens)
+                prompt = sum(new for new, _ in s.prefill)
+                rows.writerow(
+                    [prompt, s.decode_batch, s.decode_context_tokens, f"{s.duration_s:.6f}", f"{fitted_s:.6f}"]
+                )
+    except OSError as e:
+        raise UserError(f"samples: {path} cannot be written ({e.strerror})") from None
 
 
 def _bench_shape(

@@ -1,6 +1,6 @@
 """`make fidelity`: the simulator's error against live clusters, at three loads each.
 
-    python -m loadtests.fidelity                             # what is in out/fidelity is not measured again
+    python -m loadtests.fidelity                             # valid runs in out/fidelity are not measured again
     python -m loadtests.fidelity --part simulated --again    # one part, measured again
 
 `simulated`: simulated engines in real time under Ray. `real`: vLLM engines on CPU; `pdserve fit` measures one of them
@@ -45,17 +45,29 @@ class Row:
     simulated: Figures
     errors: dict[str, float]
     agreement: Agreement
+    overheads: simulator.Overheads
+    valid: bool
 
 
-def measured(plan: Plan, folder: Path, again: bool) -> dict[str, Any]:
-    """The live session, from its file if that is there and of this plan."""
-    path = folder / "session.json"
+def measured(plan: Plan, folder: Path, again: bool) -> list[dict[str, Any]]:
+    """Every load's live session: from their file, as far as it is of this plan and its runs are valid."""
+    path = folder / "sessions.json"
+    sessions: list[dict[str, Any]] = []
     if path.exists() and not again:
-        session: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if session["plan"] == plan.model_dump(mode="json", by_alias=True):
-            return session
-        err.print(f"{path} is of another plan: measuring again")
-    return live.run(plan, _model(plan, folder), folder, err.print)
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        sessions = [s for s in kept if s["plan"] == plan.model_dump(mode="json", by_alias=True)]
+        if len(sessions) < len(kept):
+            err.print(f"{path}: runs of another plan are not used")
+    loads = range(1, len(plan.rates_per_s) + 1)
+    missing = [load for load in loads if not any(_valid_run(s, load) for s in sessions)]
+    if missing:
+        sessions.append(live.run(plan, missing, _model(plan, folder), folder, err.print))
+        path.write_text(json.dumps(sessions, indent=1), encoding="utf-8")
+    return [next((s for s in sessions if _valid_run(s, load)), sessions[-1]) for load in loads]
+
+
+def _valid_run(session: dict[str, Any], load: int) -> bool:
+    return any(run["load"] == load and live.is_valid(run) for run in session["runs"])
 
 
 def fitted(plan: Plan, folder: Path, again: bool) -> Path | None:
@@ -68,7 +80,8 @@ def fitted(plan: Plan, folder: Path, again: bool) -> Path | None:
     config = folder / "fit.yaml"
     config.write_text(yaml.safe_dump(plan.live(_model(plan, folder))), encoding="utf-8")
     err.print("measuring one engine")
-    command = [sys.executable, "-m", "cluster.cli", "fit", str(config), "--out", str(path), "--max-batch", "16"]
+    command = [sys.executable, "-m", "cluster.cli", "fit", str(config), "--out", str(path)]
+    command += ["--samples", str(folder / "samples.csv"), "--max-batch", "16"]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     (folder / "fit.log").write_text(done.stdout, encoding="utf-8")
     if done.returncode:
@@ -77,23 +90,22 @@ def fitted(plan: Plan, folder: Path, again: bool) -> Path | None:
     return path
 
 
-def compared(
-    plan: Plan, session: dict[str, Any], profile: Path | None, folder: Path
-) -> tuple[list[Row], simulator.Overheads]:
-    config = _twin(plan, session, profile, folder)
-    slo = config.slo.to_slo()
-    overheads = simulator.measured_overheads(config, plan, session)
-    plays = [simulator.play(config, plan, session, overheads, seed) for seed in range(SEEDS)]
+def compared(plan: Plan, sessions: Sequence[dict[str, Any]], profile: Path | None, folder: Path) -> list[Row]:
     rows = []
-    for i, rate in enumerate(plan.rates_per_s, 1):
-        records = simulator.live_records(session["runs"][i], slo)
+    for number, (rate, session) in enumerate(zip(plan.rates_per_s, sessions, strict=True), 1):
+        config = _twin(plan, session, profile, folder)
+        overheads = simulator.measured_overheads(config, plan, session)
+        run = next(run for run in session["runs"] if run["load"] == number)
+        records = simulator.live_records(run, config.slo.to_slo())
         theirs = figures(records)
-        each = [figures(play[i]) for play in plays]
+        plays = [simulator.play(config, plan, session, overheads, seed)[number] for seed in range(SEEDS)]
+        each = [figures(play) for play in plays]
         ours = Figures(
             theirs.requests, **{name: mean(getattr(f, name) for f in each) for name in Figures.__slots__[1:]}
         )
-        rows.append(Row(rate, theirs, ours, errors(ours, theirs), agreement(plays[0][i], records)))
-    return rows, overheads
+        agreed = agreement(plays[0], records)
+        rows.append(Row(rate, theirs, ours, errors(ours, theirs), agreed, overheads, live.is_valid(run)))
+    return rows
 
 
 def _twin(plan: Plan, session: dict[str, Any], profile: Path | None, folder: Path) -> ClusterConfig:
@@ -111,10 +123,9 @@ def _model(plan: Plan, folder: Path) -> Path | None:
     return None if plan.shape is None else write_model(plan.shape, folder / "model")
 
 
-def table(plan: Plan, rows: Sequence[Row], overheads: simulator.Overheads) -> str:
+def table(plan: Plan, rows: Sequence[Row]) -> str:
     lines = [
-        f"{plan.description}. Fixed overheads, measured idle: {1e3 * overheads.hop_s:.1f} ms a message between router "
-        f"and engine, {1e3 * overheads.edge_s:.1f} ms between client and router.",
+        f"{plan.description}.",
         "",
         "| req/s | requests | side | TTFT p50 | TTFT p99 | TPOT p50 | TPOT p99 | attainment | same path, P, D |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -130,6 +141,20 @@ def table(plan: Plan, rows: Sequence[Row], overheads: simulator.Overheads) -> st
         cells = " | ".join(f"{100 * e[n]:+.1f}%" for n in ("ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "tpot_p99_s"))
         same = f"{100 * a.path:.0f}%, {100 * a.prefill:.0f}%, {100 * a.decode:.0f}%"
         lines.append(f"| | | error | {cells} | {e['attainment_points']:+.1f} points | {same} |")
+    overheads = list(dict.fromkeys(row.overheads for row in rows))
+    hops, edges = (
+        [f"{1e3 * s:.1f}" for s in all_s] for all_s in ([o.hop_s for o in overheads], [o.edge_s for o in overheads])
+    )
+    lines += [
+        "",
+        f"Fixed overheads, measured on the idle cluster and given to the simulator: {' and '.join(hops)} ms a message "
+        f"between router and engine, {' and '.join(edges)} ms between client and router.",
+    ]
+    busy = [f"{row.rate_per_s:g}" for row in rows if not row.valid]
+    if busy:
+        lines.append(
+            f"At {', '.join(busy)} req/s the machine was too busy for the client to keep its schedule: measure again."
+        )
     return "\n".join(lines)
 
 
@@ -150,8 +175,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             profile = fitted(plan, folder, o.fit_again)
             if o.fit_only:
                 continue
-            rows, overheads = compared(plan, measured(plan, folder, o.again), profile, folder)
-            text = table(plan, rows, overheads)
+            rows = compared(plan, measured(plan, folder, o.again), profile, folder)
+            text = table(plan, rows)
             (folder / "table.md").write_text(text + "\n", encoding="utf-8")
             print(text + "\n")
             e = [row.errors for row in rows]
@@ -160,9 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             verdicts.append(_verdict(part, plan, e))
             if plan.tolerance.attainment_points is not None:
                 key["attainment_err_points"] = max(abs(row["attainment_points"]) for row in e)
-            (folder / "rows.json").write_text(
-                json.dumps({"overheads": asdict(overheads), "rows": [asdict(r) for r in rows]}, indent=1)
-            )
+            (folder / "rows.json").write_text(json.dumps([asdict(r) for r in rows], indent=1), encoding="utf-8")
     except UserError as mistake:
         print(f"fidelity: {mistake}", file=sys.stderr)
         return 2

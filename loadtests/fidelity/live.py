@@ -2,15 +2,14 @@
 
     python -m loadtests.fidelity --part simulated
 
-What is kept is a JSON file, so that the simulator can be compared again without a live run.
+The result is plain values, so that the simulator can be compared again without a live run.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +20,22 @@ from loadtests.discover import fetch_records
 from loadtests.fidelity.plan import Plan
 from loadtests.results import quantiles
 from loadtests.runner import Run
-from loadtests.scenario import RequestOptions, Scenario
+from loadtests.scenario import RequestOptions, Scenario, Validity
 from loadtests.session import Session, Settings
 
 KEPT = ("path", "prefill_worker", "decode_worker", "cached_tokens", "transfer_bytes", "stage_s")
 
 
-def run(plan: Plan, model: Path | None, folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
-    """All of a part's live runs on one cluster, kept in `session.json`.
+def run(
+    plan: Plan, loads: Sequence[int], model: Path | None, folder: Path, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """The probes and some of a part's loads, on one cluster.
+
+    Args:
+        loads: which ones, from 1.
 
     Returns:
-        `runs`: the probes, then each load, with `start_s` on one clock and a row for every request.
+        `runs`: the probes (load 0), then each load, with `start_s` on one clock and a row for every request.
 
     Raises:
         UserError: the cluster did not start or does not answer.
@@ -46,22 +50,33 @@ def run(plan: Plan, model: Path | None, folder: Path, say: Callable[[str], None]
         session.warm_up()
         began = time.perf_counter()
         runs = []
-        for name, workload in [("probes", plan.probes), *((f"load {i}", w) for i, w in enumerate(plan.loads(), 1))]:
+        for load in (0, *loads):
+            name = f"load {load}" if load else "probes"
             say(name)
-            runs.append(_one(session, name, workload, began))
-            say(f"{name}: {len(runs[-1]['requests'])} requests, load average {runs[-1]['load_average']:.1f}")
-        result = {"plan": plan.model_dump(mode="json", by_alias=True), "runs": runs}
-        (folder / "session.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
-    return result
+            runs.append(_one(session, load, plan.workload_of(load), began))
+            say(f"{name}: {len(runs[-1]['requests'])} requests; {_condition(runs[-1])}")
+    return {"plan": plan.model_dump(mode="json", by_alias=True), "runs": runs}
 
 
-def _one(session: Session, name: str, workload: Workload, began: float) -> dict[str, Any]:
+def is_valid(run: dict[str, Any]) -> bool:
+    """Whether the machine let the client keep its schedule; the bounds are those of the load tests."""
+    limits = Validity()
+    late_ms = [1e3 * (run[key] or 0.0) for key in ("client_lag_p99_s", "client_loop_late_p99_s")]
+    return late_ms[0] <= limits.schedule_lag_p99_ms and late_ms[1] <= limits.loop_lag_p99_ms
+
+
+def _condition(run: dict[str, Any]) -> str:
+    lag_ms = 1e3 * (run["client_lag_p99_s"] or 0.0)
+    return f"client's lag p99 {lag_ms:.0f} ms, load average {run['load_average']:.1f}"
+
+
+def _one(session: Session, load: int, workload: Workload, began: float) -> dict[str, Any]:
     start_s = time.perf_counter() - began
-    run: Run = session.run(workload, name.replace(" ", "-"))
+    run: Run = session.run(workload, f"load-{load}")
     asked = [(a.prompt_tokens, a.output_tokens) for a in workload.arrivals()]
     samples = sorted(run.samples, key=lambda s: s.index)
     if [(s.asked_prompt_tokens, s.asked_output_tokens) for s in samples] != asked:
-        raise UserError(f"{name}: not every request of the schedule was sent")
+        raise UserError(f"load {load}: not every request of the schedule was sent")
     theirs = {r.get("client_request_id"): r for r in fetch_records(session.served.base_url)}
     rows = []
     for sample in samples:
@@ -80,7 +95,7 @@ def _one(session: Session, name: str, workload: Workload, began: float) -> dict[
         )
     lag = quantiles([s.lag_s for s in samples if s.lag_s is not None])
     return {
-        "name": name,
+        "load": load,
         "start_s": start_s,
         "load_average": os.getloadavg()[0],
         "client_lag_p99_s": lag["p99"],

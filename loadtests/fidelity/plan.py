@@ -9,6 +9,7 @@ import yaml
 from pydantic import Field, model_validator
 
 from cluster.config import ClusterConfig, Section, parse
+from cluster.workload.processes import Closed, Steps
 from cluster.workload.spec import Workload
 
 PARTS = ("simulated", "real")
@@ -52,8 +53,8 @@ class Plan(Section):
 
     @model_validator(mode="after")
     def _open(self) -> Plan:
-        if self.workload.closed or self.probes.closed:
-            raise ValueError("closed loops have no schedule that two sides could share")
+        if self.probes.closed or isinstance(self.workload.arrivals_, Closed | Steps | None):
+            raise ValueError("the workload needs one open arrival process with one rate")
         return self
 
     def live(self, model: Path | None) -> dict[str, Any]:
@@ -62,14 +63,14 @@ class Plan(Section):
             return self.cluster
         return {**self.cluster, "model": {**self.cluster.get("model", {}), "id": str(model)}}
 
-    def loads(self) -> list[Workload]:
-        base = next(iter(self.workload.arrivals())).at_s  # a workload without requests fails here, not in the middle
-        assert base >= 0
-        rate = self.workload.arrivals_.rate_per_s  # type: ignore[union-attr]
-        return [
-            self.workload.at_rate(wanted / rate).model_copy(update={"seed": self.workload.seed + i})
-            for i, wanted in enumerate(self.rates_per_s)
-        ]
+    def workload_of(self, load: int) -> Workload:
+        """Load 0 is the probes, load i the i-th rate."""
+        if load == 0:
+            return self.probes
+        arrivals = self.workload.arrivals_
+        assert arrivals is not None and not isinstance(arrivals, Closed | Steps), "checked when the plan was read"
+        factor = self.rates_per_s[load - 1] / arrivals.rate_per_s
+        return self.workload.at_rate(factor).model_copy(update={"seed": self.workload.seed + load - 1})
 
 
 def load(part: str) -> Plan:

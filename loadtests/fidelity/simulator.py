@@ -53,26 +53,26 @@ def live_records(run: dict[str, Any], slo: Slo) -> list[RequestRecord]:
 
 def play(
     config: ClusterConfig, plan: Plan, session: dict[str, Any], overheads: Overheads, seed: int
-) -> list[list[RequestRecord]]:
-    """Records of each of the session's runs, in the order of their schedules."""
+) -> dict[int, list[RequestRecord]]:
+    """Records of each of the session's runs by their load, in the order of their schedules."""
     options = Options(seed=seed, call_s=overheads.hop_s, reply_s=overheads.hop_s, learn=True, max_repeats=1)
     fleet = Fleet(config, options)
-    counts = []
+    counts: dict[int, int] = {}
 
     def arrive(arrival: Arrival) -> None:
         fleet.arrive(arrival)
 
-    for run, workload in zip(session["runs"], [plan.probes, *plan.loads()], strict=True):
-        arrivals = list(_shifted(workload.arrivals(), run["start_s"]))
-        counts.append(len(arrivals))
+    for run in session["runs"]:
+        arrivals = list(_shifted(plan.workload_of(run["load"]).arrivals(), run["start_s"]))
+        counts[run["load"]] = len(arrivals)
         for arrival in arrivals:
             fleet.kernel.at(arrival.at_s, arrive, arrival)
     fleet.kernel.run()
     by_id = {int(r.request_id): r for r in fleet.records}
     ordered = [_seen_by_client(by_id[i + 1], overheads) for i in range(len(by_id))]
-    out, first = [], 0
-    for count in counts:
-        out.append(ordered[first : first + count])
+    out, first = {}, 0
+    for load, count in counts.items():
+        out[load] = ordered[first : first + count]
         first += count
     return out
 
@@ -83,8 +83,7 @@ def measured_overheads(config: ClusterConfig, plan: Plan, session: dict[str, Any
     live = live_records(probes, config.slo.to_slo())
     waits = [r.stage_s[Stage.PREFILL_QUEUE] for r in live if r.path is Path.SPLIT and Stage.PREFILL_QUEUE in r.stage_s]
     hop_s = median(waits) / 2 if waits else 0.0
-    alone = {**session, "runs": [probes]}
-    simulated = play(config, plan.model_copy(update={"rates_per_s": ()}), alone, Overheads(hop_s, 0.0), 0)[0]
+    simulated = play(config, plan, {"runs": [probes]}, Overheads(hop_s, 0.0), 0)[0]
     left = [a.ttft_s - b.ttft_s for a, b in zip(live, simulated, strict=True) if a.ttft_s and b.ttft_s]
     return Overheads(hop_s, max(0.0, median(left)))
 

@@ -19,7 +19,7 @@ CONFIG = parse(PLAN.cluster)
 
 def session(overheads: simulator.Overheads, later_s: float = 0.0) -> dict[str, Any]:
     """What a live run would have kept, had it been the simulator; answers reach the client `later_s` later."""
-    starts = [{"start_s": 100.0 * i} for i in range(1 + len(PLAN.rates_per_s))]
+    starts = [{"load": i, "start_s": 100.0 * i} for i in range(1 + len(PLAN.rates_per_s))]
     runs = simulator.play(CONFIG, PLAN, {"runs": starts}, overheads, seed=3)
     return {
         "runs": [
@@ -42,7 +42,7 @@ def session(overheads: simulator.Overheads, later_s: float = 0.0) -> dict[str, A
                     for r in run
                 ],
             }
-            for start, run in zip(starts, runs, strict=True)
+            for start, run in zip(starts, runs.values(), strict=True)
         ]
     }
 
@@ -53,7 +53,8 @@ def test_a_session_of_the_simulators_own_is_reproduced() -> None:
     assert overheads.hop_s == pytest.approx(0.004, abs=1e-6)
     assert overheads.edge_s == pytest.approx(0.015, abs=1e-6)
     again = simulator.play(CONFIG, PLAN, made_up, overheads, seed=3)
-    for run, ours in zip(made_up["runs"][1:], again[1:], strict=True):
+    for run in made_up["runs"][1:]:
+        ours = again[run["load"]]
         theirs = simulator.live_records(run, CONFIG.slo.to_slo())
         assert errors(figures(ours), figures(theirs)) == pytest.approx(
             dict.fromkeys(errors(figures(ours), figures(theirs)), 0.0), abs=1e-9
@@ -94,8 +95,8 @@ def test_measured_transfers_become_a_line() -> None:
 @pytest.mark.parametrize("part", PARTS)
 def test_the_plans_can_be_run(part: str) -> None:
     plan: Plan = load(part)
-    assert [w.arrivals_ for w in plan.loads()] == [None] * 3  # streams, each at its rate
-    for workload, rate in zip(plan.loads(), plan.rates_per_s, strict=True):
+    for load_number, rate in enumerate(plan.rates_per_s, 1):
+        workload = plan.workload_of(load_number)
         requests = list(workload.arrivals())
         assert len(requests) == pytest.approx(rate * workload.duration_s, rel=0.35)
         assert max(a.prompt_tokens + a.output_tokens for a in requests) < plan.cluster["model"]["max_model_len"]
