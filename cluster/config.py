@@ -142,7 +142,7 @@ class AdmissionConfig(Section):
         True, description="requests that would miss their TTFT limit anyway wait behind those that can still keep it"
     )
     starvation_s: float = Field(
-        30, gt=0, description="wait after which a lower priority gets every second place, a late request every ninth"
+        30, gt=0, description="wait after which a lower priority gets every second place, late requests one of 32"
     )
     backlog_fraction: float = Field(
         0.25,

@@ -6,10 +6,10 @@ and while decode has no room for the result (so that prefill does not compute KV
 1. Priority classes, lower first. A class whose oldest request has waited `starvation_s` gets every second place.
 2. Inside a class, tenants by start-time fair queuing over tokens (router/fair_queue.py). A tenant's 100k-token prompts
    therefore delay that tenant, not the others; an idle tenant saves nothing up.
-3. Of a tenant, requests that can still have their first token in time go before those that cannot (`late_last`). In
-   order of arrival an overload makes every request late by the same time, and goodput falls to nothing until the last
-   of them is gone; this way all that the engines can do is done in time. A late request that has waited `starvation_s`
-   gets every ninth place of its tenant.
+3. Before all others of the class, requests that can still have their first token in time (`late_last`). In order of
+   arrival an overload makes every request late by the same time, and goodput falls to nothing until the last of them is
+   gone; this way all that the engines can do is done in time. The late ones get what time is left, and one place of 32
+   once the oldest has waited `starvation_s`.
 4. A request whose KV does not fit yet is passed over until it has waited `starvation_s`; then all others wait for it.
 
 Refused: more than `max_queue` waiting (503; the newest request of the tenant that waits with the most makes room for a
@@ -34,6 +34,9 @@ BURST_S = 10.0
 """A tenant that was idle may spend this many seconds of its budget at once."""
 PASSED_OVER = 8
 """Requests that do not fit which `next` looks past."""
+LATE_BACKLOG = 0.1
+"""Of the backlog that an engine may have for others, what it may have for a late request: it takes the time that
+nobody in time needs, and leaves no queue to those that come next."""
 DRAIN_MEMORY = 0.9
 CLASSES_KEPT = 64
 """Priorities whose fair order is remembered while nothing of them waits."""
@@ -180,6 +183,8 @@ class Admission:
             if self._falls_behind(waiting, forecast, now):
                 fell = True
                 continue
+            if waiting.late and not self._may_fill(waiting, forecast, now):
+                continue
             if self._open(waiting.request, forecast):
                 self._take(waiting, now)
                 return waiting.request, False
@@ -239,6 +244,12 @@ class Admission:
             self._classes[waiting.request.priority].set_late(waiting)
         return True
 
+    def _may_fill(self, waiting: Waiting, forecast: Forecast, now: float) -> bool:
+        """Whether a late request may go: into time that nobody else needs, or because it has waited too long."""
+        if not self._only_queues(waiting.request, forecast, LATE_BACKLOG):
+            return True
+        return self._classes[waiting.request.priority].owes_late(now, self.config.starvation_s)
+
     def _refuse_late(self, waiting: Waiting) -> Refusal:
         self._leave(waiting)
         self._refund(waiting)
@@ -273,8 +284,8 @@ class Admission:
         """Whether it may go: it would not only queue, and decode has room by the time its prompt is computed."""
         return not self._only_queues(request, forecast) and forecast.room_s <= forecast.ready_s
 
-    def _only_queues(self, request: Request, forecast: Forecast) -> bool:
-        return forecast.wait_s > self.config.backlog_fraction * request.slo.ttft_s
+    def _only_queues(self, request: Request, forecast: Forecast, share: float = 1.0) -> bool:
+        return forecast.wait_s > share * self.config.backlog_fraction * request.slo.ttft_s
 
     def _too_late(self, request: Request, forecast: Forecast | Rejection, wait: float, now: float) -> Rejection | None:
         if not self.config.reject_unattainable or isinstance(forecast, Rejection):
@@ -295,7 +306,7 @@ class Admission:
             if waiting.request.priority < request.priority:
                 count, tokens = count + 1, tokens + waiting.cost
         if (own := self._classes.get(request.priority)) is not None:
-            more, of_them = own.ahead(request.tenant)
+            more, of_them = own.in_time.ahead(request.tenant)
             count, tokens = count + more, tokens + of_them
         if not self._drained_s:
             return count, None

@@ -1,10 +1,11 @@
-"""Requests that wait, in the order in which they go: fair between tenants, and of each tenant those in time first.
+"""Requests that wait, in the order in which they go: those that can still be in time, fair between tenants, then the late.
 
 Start-time fair queuing (Goyal et al., 1996) over tokens: a tenant's next request starts at virtual time
-max(now, the tenant's last finish) and finishes its tokens later; the tenant with the smallest start is next. Which of
-its own requests a tenant's turn goes to is a second question: the oldest that can still have its first token in time,
-and only without one of those the oldest late one. So a tenant that sends too much makes its own requests late, and
-its share of the engines still goes to requests that are good.
+max(now, the tenant's last finish) and finishes its tokens later; the tenant with the smallest start is next.
+
+A request is late when its first token cannot be in time any more. A tenant within its share gets its places soon, so
+late are the requests of those who send more than their share, and in an overload of all the ones that came too much.
+Both wait in a lane of their own, for time that nobody in time needs.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ import heapq
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import islice
 
 from cluster.messages import Request
 
-LATE_PLACES = 8
-"""After so many places of a tenant one goes to its oldest late request, once that has waited `starvation_s`."""
+LATE_PLACES = 31
+"""After so many places given to others the oldest late request has one, once it has waited `starvation_s`."""
 TENANTS_KEPT = 4096
-"""Tenants of one class whose use is remembered at a time."""
+"""Tenants of one lane whose use is remembered at a time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -36,49 +37,39 @@ class Waiting:
 
 @dataclass(slots=True, eq=False)
 class Line:
-    """A tenant's waiting requests, each list in order of arrival; what left them is dropped when it comes first.
+    """A tenant's requests in one lane, in order of arrival; what left the lane is dropped when it comes first.
 
     Attributes:
-        start: virtual time at which its next request starts.
-        passed: places that its requests had since a late one had one.
+        start: virtual time at which the next of them starts.
     """
 
     tenant: str
+    late: bool
     start: float
-    in_time: deque[Waiting] = field(default_factory=deque)
-    late: deque[Waiting] = field(default_factory=deque)
+    waiting: deque[Waiting] = field(default_factory=deque)
     size: int = 0
-    passed: int = 0
 
-    def turn(self, now: float, starvation_s: float) -> Waiting:
-        """Which of its requests has its turn. There must be one."""
-        self._clean()
-        if self.late and (
-            not self.in_time or (self.passed >= LATE_PLACES and now - self.late[0].since_s >= starvation_s)
-        ):
-            return self.late[0]
-        return self.in_time[0]
+    def first(self) -> Waiting:
+        """The oldest. There must be one."""
+        while not self._here(self.waiting[0]):
+            self.waiting.popleft()
+        return self.waiting[0]
 
-    def in_order(self) -> Iterator[Waiting]:
-        """All of them, those in time first."""
-        return chain((w for w in self.in_time if not (w.gone or w.late)), (w for w in self.late if not w.gone))
-
-    def _clean(self) -> None:
-        while self.in_time and (self.in_time[0].gone or self.in_time[0].late):
-            self.in_time.popleft()
-        while self.late and self.late[0].gone:
-            self.late.popleft()
+    def __iter__(self) -> Iterator[Waiting]:
+        return (w for w in self.waiting if self._here(w))
 
     def compact(self) -> None:
-        """Requests cancelled in the middle of a line must not gather there."""
-        if len(self.in_time) + len(self.late) > 16 + 4 * self.size:
-            self.in_time = deque(w for w in self.in_time if not (w.gone or w.late))
-            self.late = deque(w for w in self.late if not w.gone)
+        """Requests that left from the middle of a line must not gather there."""
+        if len(self.waiting) > 16 + 4 * self.size:
+            self.waiting = deque(self)
+
+    def _here(self, waiting: Waiting) -> bool:
+        return not waiting.gone and waiting.late == self.late
 
 
 @dataclass(slots=True)
-class FairQueue:
-    """The waiting requests of one priority.
+class Lane:
+    """Waiting requests in fair order.
 
     Attributes:
         lines: by tenant, those with waiting requests only.
@@ -86,6 +77,7 @@ class FairQueue:
         virtual: start of the last request that was given a place.
     """
 
+    late: bool = False
     lines: dict[str, Line] = field(default_factory=dict)
     finish: dict[str, float] = field(default_factory=dict)
     virtual: float = 0.0
@@ -93,64 +85,45 @@ class FairQueue:
     _order: list[tuple[float, float, int, Line]] = field(default_factory=list)
     _pushed: int = 0
     _finish_kept: int = 64
-    _arrivals: deque[Waiting] = field(default_factory=deque)
 
     def add(self, waiting: Waiting) -> None:
         tenant = waiting.request.tenant
         line = self.lines.get(tenant)
         if line is None:
-            line = self.lines[tenant] = Line(tenant, max(self.virtual, self.finish.get(tenant, 0.0)))
+            line = self.lines[tenant] = Line(tenant, self.late, max(self.virtual, self.finish.get(tenant, 0.0)))
             self._push(line, waiting.since_s)
-        line.in_time.append(waiting)
+        line.waiting.append(waiting)
         line.size += 1
         self.size += 1
-        self._arrivals.append(waiting)
 
-    def leave(self, waiting: Waiting) -> None:
-        """It waits no more, whether it was given a place or not."""
-        waiting.gone = True
-        line = self.lines[waiting.request.tenant]
+    def drop(self, tenant: str) -> None:
+        """One of the tenant's requests is here no more."""
+        line = self.lines[tenant]
         line.size -= 1
         self.size -= 1
         if line.size:
             line.compact()
         else:
-            del self.lines[line.tenant]
-        if len(self._arrivals) > 64 + 4 * self.size:
-            self._arrivals = deque(w for w in self._arrivals if not w.gone)
+            del self.lines[tenant]
 
-    def take(self, waiting: Waiting) -> None:
-        """It is given a place."""
+    def use(self, waiting: Waiting) -> None:
+        """It is given a place; `drop` follows."""
         line = self.lines[waiting.request.tenant]
-        line.passed = 0 if waiting.late else line.passed + 1
         self.virtual = max(self.virtual, line.start)
         line.start = self._use(line.tenant, line.start, waiting.cost)
-        self.leave(waiting)
-        if line.size:
-            self._push(line, next(line.in_order()).since_s)
+        if line.size > 1:
+            self._push(line, waiting.since_s)
 
-    def pass_by(self, tenant: str, cost: float, *, idle: bool) -> None:
-        """A request got a place without waiting. `idle`: the engines had worked off all that was placed."""
-        if idle:
-            self.forget()
+    def pass_by(self, tenant: str, cost: float) -> None:
+        """A request got a place without waiting."""
         start = max(self.virtual, self.finish.get(tenant, 0.0))
         self._use(tenant, start, cost)
         self.virtual = start
-
-    def set_late(self, waiting: Waiting) -> None:
-        waiting.late = True
-        self.lines[waiting.request.tenant].late.append(waiting)
 
     def forget(self) -> None:
         """Nobody owes anything."""
         self.virtual = max(self.finish.values(), default=self.virtual)
         self.finish.clear()
-
-    def oldest_s(self) -> float | None:
-        """Since when the oldest waits."""
-        while self._arrivals and self._arrivals[0].gone:
-            self._arrivals.popleft()
-        return self._arrivals[0].since_s if self._arrivals else None
 
     def ahead(self, tenant: str) -> tuple[int, float]:
         """Requests that would go before a new one of this tenant, and their tokens."""
@@ -159,31 +132,28 @@ class FairQueue:
         if own is None:
             start = max(self.virtual, self.finish.get(tenant, 0.0))
         else:
-            start = own.start
-            for waiting in own.in_time:
-                if not (waiting.gone or waiting.late):
-                    count, tokens = count + 1, tokens + waiting.cost
-            start += tokens
+            for waiting in own:
+                count, tokens = count + 1, tokens + waiting.cost
+            start = own.start + tokens
         for line in self.lines.values():
             at = line.start
             if line is own or at > start:
                 continue
-            for waiting in line.in_order():
+            for waiting in line:
                 if at > start:
                     break
                 count, tokens, at = count + 1, tokens + waiting.cost, at + waiting.cost
         return count, tokens
 
-    def in_order(self, now: float, starvation_s: float, most: int) -> Iterator[Waiting]:
+    def in_order(self, most: int) -> Iterator[Waiting]:
         """The request whose turn it is, then about `most` of those behind it.
 
-        A request that is made late or leaves while it is looked at is followed by the one that has its turn instead.
+        One that leaves the lane while it is looked at is followed by the one that has its turn instead.
         """
         while self._clean():
-            first = self._order[0][3].turn(now, starvation_s)
-            was_late = first.late
+            first = self._order[0][3].first()
             yield first
-            if not (first.gone or first.late != was_late):
+            if not first.gone and first.late == self.late:
                 break
         else:
             return
@@ -191,7 +161,7 @@ class FairQueue:
         for start, _, number, line in heapq.nsmallest(4 * most, self._order):
             if not self._is_current(start, line):
                 continue
-            for waiting in islice(line.in_order(), most):
+            for waiting in islice(line, most):
                 behind.append((start, waiting.since_s, number, waiting))
                 start += waiting.cost
         behind.sort(key=lambda entry: entry[:3])
@@ -224,3 +194,78 @@ class FairQueue:
         while self._order and not self._is_current(self._order[0][0], self._order[0][3]):
             heapq.heappop(self._order)
         return bool(self._order)
+
+
+@dataclass(slots=True)
+class FairQueue:
+    """The waiting requests of one priority.
+
+    Attributes:
+        passed: places that others had since a late request had one.
+    """
+
+    in_time: Lane = field(default_factory=Lane)
+    late: Lane = field(default_factory=lambda: Lane(late=True))
+    passed: int = 0
+    _arrivals: deque[Waiting] = field(default_factory=deque)
+    _late: deque[Waiting] = field(default_factory=deque)
+
+    @property
+    def size(self) -> int:
+        return self.in_time.size + self.late.size
+
+    def add(self, waiting: Waiting) -> None:
+        self.in_time.add(waiting)
+        self._arrivals.append(waiting)
+
+    def leave(self, waiting: Waiting) -> None:
+        """It waits no more, whether it was given a place or not."""
+        waiting.gone = True
+        self._lane(waiting).drop(waiting.request.tenant)
+        if len(self._arrivals) > 64 + 4 * self.size:
+            self._arrivals = deque(w for w in self._arrivals if not w.gone)
+        if len(self._late) > 64 + 4 * self.late.size:
+            self._late = deque(w for w in self._late if not w.gone)
+
+    def take(self, waiting: Waiting) -> None:
+        """It is given a place."""
+        self.passed = 0 if waiting.late else self.passed + 1
+        self._lane(waiting).use(waiting)
+        self.leave(waiting)
+
+    def set_late(self, waiting: Waiting) -> None:
+        waiting.late = True
+        self.in_time.drop(waiting.request.tenant)
+        self.late.add(waiting)
+        self._late.append(waiting)
+
+    def pass_by(self, tenant: str, cost: float, *, idle: bool) -> None:
+        """A request got a place without waiting. `idle`: the engines had worked off all that was placed."""
+        if idle:
+            self.in_time.forget()
+        self.in_time.pass_by(tenant, cost)
+
+    def oldest_s(self) -> float | None:
+        """Since when the oldest waits."""
+        return _oldest_s(self._arrivals)
+
+    def owes_late(self, now: float, starvation_s: float) -> bool:
+        """Whether a late request has its turn although others are in time."""
+        oldest = _oldest_s(self._late) if self.passed >= LATE_PLACES else None
+        return oldest is not None and now - oldest >= starvation_s
+
+    def in_order(self, now: float, starvation_s: float, most: int) -> Iterator[Waiting]:
+        """Whose turn it is, then those behind."""
+        if self.owes_late(now, starvation_s):
+            yield from islice(self.late.in_order(most), 1)
+        yield from self.in_time.in_order(most)
+        yield from self.late.in_order(most)
+
+    def _lane(self, waiting: Waiting) -> Lane:
+        return self.late if waiting.late else self.in_time
+
+
+def _oldest_s(waiting: deque[Waiting]) -> float | None:
+    while waiting and waiting[0].gone:
+        waiting.popleft()
+    return waiting[0].since_s if waiting else None

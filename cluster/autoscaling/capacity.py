@@ -19,6 +19,7 @@ from cluster.autoscaling.messages import PoolLoad, StepCost
 
 FORGET_S = 900.0
 PRIOR_WEIGHT_S = 2.0
+MOST_BUSY = 0.95
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,16 +135,22 @@ def decode_batch(cost: StepCost, tpot_s: float, prompt_share: float, max_num_seq
     return max(1.0, min(bound, room_s / cost.per_sequence_s))
 
 
-def servers_for_wait(load: float, service_s: float, variability: float, wait_s: float, late: float) -> float:
-    """Servers (a real number) of a queue in which at most the share `late` waits longer than `wait_s`.
+def servers_for_wait(
+    load: float, service_s: float, variability: float, wait_s: float, late: float, *, late_last: bool = False
+) -> float:
+    """Servers (a real number) of a queue in which at most the share `late` of the requests is late.
 
     M/G/c by Sakasegawa's and Allen-Cunneen's approximations: P(wait) = rho^(sqrt(2(c+1)) - 1), and the waits of
-    those who wait are exponential with mean variability * service_s / (c (1 - rho)). Large pools may run fuller
-    than small ones; that is why this is no fixed utilisation.
+    those who wait are exponential with mean variability * service_s / (c (1 - rho)). In order of arrival the late are
+    those that wait longer than `wait_s`. Large pools may run fuller than small ones; that is why this is no fixed
+    utilisation.
 
     Args:
         load: busy servers on average, i.e. arrivals per second times `service_s`.
         variability: (ca^2 + cs^2) / 2 of arrivals and service times; 1 for exponential ones.
+        late_last: who would be late goes behind the others, as if it had left the queue: with W = P(wait > wait_s) the
+            share (1 - rho) W / (1 - rho W) is late (Boots and Tijms, 1999). Then at most `MOST_BUSY` of every server
+            is used, since the late ones must be served too.
     """
     if load <= 0 or service_s <= 0:
         return 0.0
@@ -153,9 +160,13 @@ def servers_for_wait(load: float, service_s: float, variability: float, wait_s: 
         if rho >= 1:
             return 1.0
         mean_s = variability * service_s / (servers * (1 - rho))
-        return float(rho ** (math.sqrt(2 * (servers + 1)) - 1) * math.exp(-max(0.0, wait_s) / mean_s))
+        waits = float(rho ** (math.sqrt(2 * (servers + 1)) - 1) * math.exp(-max(0.0, wait_s) / mean_s))
+        return (1 - rho) * waits / (1 - rho * waits) if late_last else waits
 
-    low, high = load, load + 1.0
+    low = load / MOST_BUSY if late_last else load
+    if late_last and late_share(low) <= late:
+        return low
+    high = low + 1.0
     while late_share(high) > late:
         low, high = high, high * 1.5 + 1
     for _ in range(40):

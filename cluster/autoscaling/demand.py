@@ -46,15 +46,15 @@ class History:
         return inside[-1][1].since(inside[0][1]) if len(inside) >= 2 else GoodputCounters()
 
     def dispersion(self, skip_s: float = 0.0) -> float:
-        """Variance over mean of arrivals per tick (1 for Poisson), from successive differences, so that a trend
-        does not count. Between 1 and 8. The last `skip_s` seconds are left out."""
+        """Variance over mean of arrivals per tick (1 for Poisson), from successive differences without the largest,
+        so that neither a trend nor one jump counts. Between 1 and 8. The last `skip_s` seconds are left out."""
         until_s = self.samples[-1][0] - skip_s if self.samples else 0.0
         points = [(at_s, c.get("started")) for at_s, c in self.samples if at_s <= until_s]
         counts = [b[1] - a[1] for a, b in pairwise(points)]
         mean = sum(counts) / len(counts) if counts else 0.0
         if len(counts) < 6 or mean <= 0:
             return 1.0
-        squares = [(b - a) ** 2 for a, b in pairwise(counts)]
+        squares = sorted((b - a) ** 2 for a, b in pairwise(counts))[:-1]
         return min(8.0, max(1.0, sum(squares) / len(squares) / 2 / mean))
 
 
@@ -68,6 +68,7 @@ class Demand:
         output_tokens_per_s: None while nothing was served yet, so that an output is unknown.
         leg_tokens: mean uncached prompt tokens of one prefill leg; `leg_cv2` their squared variation.
         dispersion: of arrivals, 1 for Poisson.
+        uncertainty: standard deviation of `arrivals_per_s` as a share of it.
     """
 
     arrivals_per_s: float
@@ -78,13 +79,14 @@ class Demand:
     leg_tokens: float
     leg_cv2: float
     dispersion: float
+    uncertainty: float
 
 
 def measure(history: History, settings: Settings) -> Demand:
     """Demand now: rates from the longest window that the shorter ones do not contradict."""
     dispersion = history.dispersion()
     # A change is judged by the noise before it, not by the jump itself.
-    arrivals = _arrivals_per_s(history, settings, history.dispersion(settings.look_back_s / 2))
+    arrivals, uncertainty = _arrivals_per_s(history, settings, history.dispersion(settings.look_back_s / 2))
     made_of = _composition(history, settings)
     came, served_prompts = made_of.get("started"), made_of.get("served_prompt_tokens")
     prompts = arrivals * made_of.get("started_prompt_tokens") / came if came else 0.0
@@ -111,11 +113,12 @@ def measure(history: History, settings: Settings) -> Demand:
         leg_tokens=leg,
         leg_cv2=min(cv2, 20.0),
         dispersion=dispersion,
+        uncertainty=uncertainty,
     )
 
 
-def _arrivals_per_s(history: History, settings: Settings, dispersion: float) -> float:
-    """A long window has little noise and much lag, a short one the reverse: shorten only where arrivals in the
+def _arrivals_per_s(history: History, settings: Settings, dispersion: float) -> tuple[float, float]:
+    """The rate and its relative standard deviation. A long window has little noise and much lag, a short one the reverse: shorten only where arrivals in the
     shorter window differ from the longer one's rate by more than chance."""
     lengths_s = (
         (REACH * settings.look_back_s, 0.0),
@@ -123,7 +126,7 @@ def _arrivals_per_s(history: History, settings: Settings, dispersion: float) -> 
         (max(2 * settings.interval_s, settings.look_back_s / 4), 3.0),
         (settings.interval_s, 4.0),
     )
-    rate, known = 0.0, False
+    rate, uncertainty, known = 0.0, 0.0, False
     for length_s, sigmas in lengths_s:
         window_s, counts = history.window(length_s)
         if not window_s:
@@ -132,7 +135,8 @@ def _arrivals_per_s(history: History, settings: Settings, dispersion: float) -> 
         expected = rate * window_s
         if not known or abs(came - expected) > sigmas * math.sqrt(max(1.0, dispersion * expected)):
             rate, known = came / window_s, True
-    return rate
+            uncertainty = math.sqrt(dispersion / came) if came else 0.0
+    return rate, min(1.0, uncertainty)
 
 
 def _composition(history: History, settings: Settings) -> GoodputCounters:

@@ -43,6 +43,9 @@ class PoolSettings:
 class Settings:
     """Everything the policy is configured with. `prefill` None means colocated.
 
+    Attributes:
+        late_last: routers serve requests that are late already after those in time (`router.admission`).
+
     Raises:
         ConfigError: a combination that would flap or cannot be met.
     """
@@ -58,6 +61,7 @@ class Settings:
     look_back_s: float = 60.0
     min_samples: int = 20
     startup_s: float = 60.0
+    late_last: bool = True
 
     def __post_init__(self) -> None:
         if self.downscale_delay_s < self.look_back_s:
@@ -108,6 +112,7 @@ class Settings:
             look_back_s=scaling.look_back_s,
             min_samples=scaling.min_samples,
             startup_s=scaling.startup_s,
+            late_last=config.router.admission.late_last or config.router.admission.reject_unattainable,
         )
 
 

@@ -113,7 +113,7 @@ def _hold(state: State, seen: Observation, problem: str) -> tuple[State, Decisio
         reason = "no data" if target == were[role] else "bounds" if target == bounded[role] else "budget"
         decided[role] = PoolDecision(target, reason, f"hold: {problem}")
         pools[role] = replace(state.pools[role], target=target, needs=(), running=())
-    state = replace(state, pools=pools, since_s=None, seen=None)
+    state = replace(state, pools=pools, since_s=None, seen=None, queue=())
     return state, Decision(decided, warnings=(f"no usable data: {problem}",))
 
 
@@ -145,6 +145,11 @@ def _learn(state: State, seen: Observation, now: float) -> State:
             recent = [p for p in pool.running if p[0] >= now - settings.look_back_s / 2]
             pool = replace(pool, running=(*recent, (now, load.running)))
         pools[role] = pool
+    queue = (*(q for q in state.queue if q[0] >= now - settings.look_back_s / 2), (now, seen.queue_depth or 0.0))
+    state = replace(state, queue=queue)
+    if settings.late_last and state.queue_shrinks and (seen.oldest_wait_s or 0.0) > settings.slo.ttft_s:
+        # Misses that end now were made by a shortage that is over: they say nothing about the size of today.
+        settled_s = now
     return replace(
         state,
         pools=pools,
@@ -159,7 +164,7 @@ def _learn(state: State, seen: Observation, now: float) -> State:
 def _needs(state: State, seen: Observation, demand: Demand) -> dict[Role, Need]:
     settings = state.settings
     startup_s = {role: _startup_s(settings, pool) for role, pool in state.pools.items()}
-    queue = Queue(seen.queue_depth or 0.0, seen.oldest_wait_s or 0.0)
+    queue = Queue(seen.queue_depth or 0.0, seen.oldest_wait_s or 0.0, state.queue_shrinks)
 
     def sized(role: Role, share: Queue) -> Need:
         pool, load = state.pools[role], seen.pools[role]

@@ -35,10 +35,11 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """The part of the routers' queue that one pool is answerable for."""
+    """The part of the routers' queue that one pool is answerable for. `shrinks`: it is shorter than a while ago."""
 
     depth: float = 0.0
     oldest_wait_s: float = 0.0
+    shrinks: bool = False
 
 
 def prefill_need(
@@ -51,30 +52,44 @@ def prefill_need(
         return _blind(load, queue, limit_s)
     service_s = per_token_s * demand.leg_tokens
     busy = per_token_s * demand.prefill_tokens_per_s
-    if service_s >= limit_s:
-        steady = busy / PLAIN_UTILISATION
-    else:
-        late = (1 - settings.attainment) / 2
+
+    def steady(load: float) -> float:
+        if service_s >= limit_s:
+            return load / PLAIN_UTILISATION
+        # The rest of the misses is for decode, and for arrivals that are less even than the formula believes.
+        late = (1 - settings.attainment) / (4 if settings.late_last else 2)
         variability = (demand.dispersion + demand.leg_cv2) / 2
-        steady = servers_for_wait(busy, service_s, variability, limit_s - service_s, late)
-    need = Need(
-        steady,
-        "demand",
-        f"{demand.prefill_tokens_per_s:.0f} uncached prompt tokens/s, {1 / per_token_s:.0f}/s a replica",
-    )
+        return servers_for_wait(load, service_s, variability, limit_s - service_s, late, late_last=settings.late_last)
+
+    why = f"{demand.prefill_tokens_per_s:.0f} uncached prompt tokens/s, {1 / per_token_s:.0f}/s a replica"
+    need = Need(steady(busy), "demand", why)
     waiting_s = per_token_s * ((load.queued_prompt_tokens or 0.0) + queue.depth * demand.leg_tokens)
     spare = load.ready + load.starting - busy
+    # Gone before another replica could come?
+    clears = spare > 0 and waiting_s / spare <= startup_s
     # A backlog below what the pool clears within the limit is no backlog.
     if waiting_s > limit_s * max(1, load.ready):
-        # While too little is under way, the backlog grows for as long as a replica takes to start.
-        by_then_s = waiting_s if spare > 0 else waiting_s + max(0.0, busy - load.ready) * startup_s
-        drain = busy + by_then_s / (settings.look_back_s / 2)
-        if spare > 0 and waiting_s / spare <= startup_s:
-            # Gone before another replica could come.
-            drain = min(drain, float(load.ready + load.starting))
-        if drain > need.replicas:
-            need = Need(drain, "queue", f"{waiting_s:.1f} s of prefill work waits", urgent=True)
-    return need if busy < CLEARS * load.ready else _impatient(need, load, queue, limit_s)
+        # What is short now stays short for a start-up time: rather a replica too many than one too few.
+        most = busy * (1 + demand.uncertainty)
+        drain = _to_drain(settings, load, busy, waiting_s, startup_s)
+        wanted = min(drain, float(load.ready + load.starting)) if clears else max(drain, steady(most))
+        if wanted > need.replicas or not clears:
+            need = Need(wanted, "queue", f"{waiting_s:.1f} s of prefill work waits", urgent=True)
+    # Where late requests go last, a long wait says nothing as long as it is being worked off.
+    patient = busy < CLEARS * load.ready or (settings.late_last and clears and queue.shrinks)
+    return need if patient else _impatient(need, load, queue, limit_s)
+
+
+def _to_drain(settings: Settings, load: PoolLoad, busy: float, waiting_s: float, startup_s: float) -> float:
+    """Replicas that keep up with what comes and clear the backlog within half a look-back."""
+    within_s = settings.look_back_s / 2
+    if settings.late_last:
+        # Late requests wait until there is room; only those that came within the limit can still be good.
+        return busy + min(waiting_s, busy * settings.slo.ttft_s) / within_s
+    # While too little is under way, the backlog grows for as long as a replica takes to start.
+    short = load.ready + load.starting <= busy
+    by_then_s = waiting_s + max(0.0, busy - load.ready) * startup_s if short else waiting_s
+    return busy + by_then_s / within_s
 
 
 def decode_need(
@@ -94,7 +109,9 @@ def decode_need(
             need = _rate_need(pool, demand, demand.output_tokens_per_s, cost, aim_s)
         prompt_share = cost.per_prompt_token_s * demand.decode_prompt_tokens_per_s / max(1, load.ready)
         batch = decode_batch(cost, aim_s, prompt_share, pool.max_num_seqs)
-        expected = sequences * growth + queue.depth
+        # Where late requests go last, only those in time come all at once.
+        in_front = min(queue.depth, demand.arrivals_per_s * settings.slo.ttft_s) if settings.late_last else queue.depth
+        expected = sequences * growth + in_front
         crowd = expected / batch
         if demand.output_tokens_per_s:
             crowd = min(crowd, PILE_UP * need.replicas + 1)
@@ -112,8 +129,9 @@ def decode_need(
             need = Need(kv, "kv", f"KV {load.kv_used_ratio:.0%} full", urgent=load.kv_used_ratio >= 0.95)
     if cost is None and need.replicas == 0:
         return _blind(load, queue, settings.slo.ttft_s)
-    clears = cost is not None and need.replicas < CLEARS * load.ready
-    return need if clears else _impatient(need, load, queue, settings.slo.ttft_s)
+    patient = cost is not None and need.replicas < CLEARS * load.ready
+    patient = patient or (settings.late_last and queue.shrinks and need.replicas <= load.ready)
+    return need if patient else _impatient(need, load, queue, settings.slo.ttft_s)
 
 
 def seconds_per_prompt_token(cost: StepCost | None, leg_tokens: float) -> float | None:

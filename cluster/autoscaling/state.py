@@ -40,8 +40,10 @@ class State:
     Attributes:
         seen: the last observation that could be used, and when.
         since_s: start of the unbroken series of usable observations.
-        settled_s: when the last replica became ready or left; misses before that, plus a warm-up, are not judged.
+        settled_s: when the last replica became ready or left, or the backlog of a shortage was last worked off; misses
+            before that, plus a warm-up, are not judged.
         judged_s: when feedback last looked.
+        queue: (time, depth) of the routers' queue over the last half look-back.
     """
 
     settings: Settings
@@ -52,6 +54,12 @@ class State:
     since_s: float | None = None
     settled_s: float | None = None
     judged_s: float | None = None
+    queue: tuple[tuple[float, float], ...] = ()
+
+    @property
+    def queue_shrinks(self) -> bool:
+        """Requests wait, and fewer than half a look-back ago."""
+        return len(self.queue) >= 3 and 0 < self.queue[-1][1] < self.queue[0][1]
 
 
 def initial(settings: Settings) -> State:
