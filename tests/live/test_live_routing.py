@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.live, pytest.mark.slow]
 PORT = 8194
 BLOCK = 128
 CONVERSATIONS, TURNS = 20, 5
-SYSTEM_TOKENS, TURN_TOKENS, ANSWER_TOKENS = 280, 160, 8
+SYSTEM_TOKENS, TURN_TOKENS, ANSWER_TOKENS = 280, 160, 32
 
 
 @pytest.fixture(scope="module")
