@@ -61,8 +61,14 @@ def measured(plan: Plan, folder: Path, again: bool) -> list[dict[str, Any]]:
     loads = range(1, len(plan.rates_per_s) + 1)
     missing = [load for load in loads if not any(_valid_run(s, load) for s in sessions)]
     if missing:
-        sessions.append(live.run(plan, missing, _model(plan, folder), folder, err.print))
-        path.write_text(json.dumps(sessions, indent=1), encoding="utf-8")
+        latest: list[dict[str, Any]] = []
+
+        def keep(session: dict[str, Any]) -> None:
+            latest[:] = [session]
+            path.write_text(json.dumps([*sessions, session], indent=1), encoding="utf-8")
+
+        live.run(plan, missing, _model(plan, folder), folder, err.print, keep)
+        sessions += latest
     return [next((s for s in sessions if _valid_run(s, load)), sessions[-1]) for load in loads]
 
 

@@ -27,15 +27,19 @@ KEPT = ("path", "prefill_worker", "decode_worker", "cached_tokens", "transfer_by
 
 
 def run(
-    plan: Plan, loads: Sequence[int], model: Path | None, folder: Path, say: Callable[[str], None]
-) -> dict[str, Any]:
+    plan: Plan,
+    loads: Sequence[int],
+    model: Path | None,
+    folder: Path,
+    say: Callable[[str], None],
+    keep: Callable[[dict[str, Any]], None],
+) -> None:
     """The probes and some of a part's loads, on one cluster.
 
     Args:
         loads: which ones, from 1.
-
-    Returns:
-        `runs`: the probes (load 0), then each load, with `start_s` on one clock and a row for every request.
+        keep: called after every load with what was measured so far: `runs` holds the probes (load 0), then each load,
+            with `start_s` on one clock and a row for every request.
 
     Raises:
         UserError: the cluster did not start or does not answer.
@@ -55,7 +59,7 @@ def run(
             say(name)
             runs.append(_one(session, load, plan.workload_of(load), began))
             say(f"{name}: {len(runs[-1]['requests'])} requests; {_condition(runs[-1])}")
-    return {"plan": plan.model_dump(mode="json", by_alias=True), "runs": runs}
+            keep({"plan": plan.model_dump(mode="json", by_alias=True), "runs": runs})
 
 
 def is_valid(run: dict[str, Any]) -> bool:
