@@ -17,6 +17,8 @@ KV_AIM = 0.9
 SPREAD = 1.0
 # Sequences that piled up say less about the need than what arrives: at most this many times that.
 PILE_UP = 1.5
+# Standard deviations of a number of sequences that are chance.
+SURPRISE = 3.0
 # Below this utilisation a backlog clears by itself: no reason for another replica.
 CLEARS = 0.8
 # Utilisation where waiting cannot be bounded because serving alone uses up the limit.
@@ -111,6 +113,11 @@ def decode_need(
         batch = decode_batch(cost, aim_s, prompt_share, pool.max_num_seqs)
         # Where late requests go last, only those in time come all at once.
         in_front = min(queue.depth, demand.arrivals_per_s * settings.slo.ttft_s) if settings.late_last else queue.depth
+        # As many as the rate of tokens explains will not grow: those that come replace those that end. More of them
+        # are the first sign of longer outputs, which show in the rate only when they end.
+        explained = (demand.output_tokens_per_s or 0.0) * aim_s
+        if sequences <= explained + SURPRISE * math.sqrt(demand.dispersion * explained):
+            growth = 1.0
         expected = sequences * growth + in_front
         crowd = expected / batch
         if demand.output_tokens_per_s:
