@@ -1,4 +1,4 @@
-"""Requests that wait, in the order in which they go: those that can still be in time, fair between tenants, then the late.
+"""Requests that wait, in the order in which they go: those still in time, fair between tenants, then the late.
 
 Start-time fair queuing (Goyal et al., 1996) over tokens: a tenant's next request starts at virtual time
 max(now, the tenant's last finish) and finishes its tokens later; the tenant with the smallest start is next.

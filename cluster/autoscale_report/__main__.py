@@ -1,6 +1,7 @@
 """`python -m cluster.autoscale_report`: the goodput policy against queue length, mean latency, static and oracle.
 
-Every workload's rows are written to `--out` when it is done; `--reuse` takes those that are there already.
+Every run is kept in `--out` as soon as it is done, and `--reuse` takes those that are there already. With `--minutes` a
+call stops after that time (exit status 3); the next one with `--reuse` goes on.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import argparse
 import json
 import os
 import sys
+import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
 from pathlib import Path
@@ -17,10 +19,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from cluster.autoscale_report.compare import compare, key_figures
+from cluster.autoscale_report.compare import OutOfTime, Store, compare, key_figures
 from cluster.autoscale_report.scenarios import scenarios
 
-POLICIES = ("goodput", "queue length", "mean latency", "static", "oracle")
+POLICIES = ("goodput", "queue length", "mean latency", "static", "oracle", "oracle, start-up")
+STOPPED = 3
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -32,6 +35,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--only", help="comma-separated names of workloads")
     parser.add_argument("--out", type=Path, default=Path("out/autoscale-report"))
     parser.add_argument("--reuse", action="store_true", help="take rows that an earlier run left in --out")
+    parser.add_argument("--minutes", type=float, help="start no run after so long")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
@@ -45,25 +49,35 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit(2)
     args.out.mkdir(parents=True, exist_ok=True)
     done: dict[str, dict[str, Any]] = {}
-    missing = list(wanted)
-    work = partial(_one, reuse=args.reuse, traces=traces, quick=args.quick, seed=args.seed, out=args.out)
-    with ProcessPoolExecutor(max(1, min(args.jobs, len(missing) or 1))) as pool:
-        futures = {pool.submit(work, name): name for name in missing}
+    until_s = None if args.minutes is None else time.monotonic() + 60 * args.minutes
+    work = partial(
+        _one, reuse=args.reuse, traces=traces, quick=args.quick, seed=args.seed, out=args.out, until_s=until_s
+    )
+    with ProcessPoolExecutor(max(1, min(args.jobs, len(wanted)))) as pool:
+        futures = {pool.submit(work, name): name for name in wanted}
         for future in as_completed(futures):
-            done[futures[future]] = future.result()
-            print(f"{futures[future]}: done ({len(done)} of {len(wanted)})", file=sys.stderr, flush=True)
+            rows_of = future.result()
+            if rows_of is not None:
+                done[futures[future]] = rows_of
+                print(f"{futures[future]}: done ({len(done)} of {len(wanted)})", file=sys.stderr, flush=True)
+    if len(done) < len(wanted):
+        print(f"stopped after {args.minutes:g} minutes; run again with --reuse to go on", file=sys.stderr)
+        raise SystemExit(STOPPED)
     rows = {name: done[name] for name in wanted}
     show(rows)
     print(json.dumps(key_figures(rows)))
 
 
-def _one(name: str, *, reuse: bool, traces: Path | None, quick: bool, seed: int, out: Path) -> dict[str, Any]:
+def _one(
+    name: str, *, reuse: bool, traces: Path | None, quick: bool, seed: int, out: Path, until_s: float | None
+) -> dict[str, Any] | None:
+    """The rows of one workload; None where time ran out."""
     scenario = next(s for s in scenarios(traces, quick=quick) if s.name == name)
-    file = out / f"{name}.json"
-    known = json.loads(file.read_text()) if reuse and file.is_file() else None
-    rows = compare(scenario, seed, lambda what: print(what, file=sys.stderr, flush=True), known)
-    file.write_text(json.dumps(rows, indent=1))
-    return rows
+    store = Store(out / f"{name}{'-quick' if quick else ''}-{seed}.json", reuse=reuse, until_s=until_s)
+    try:
+        return compare(scenario, seed, lambda what: print(what, file=sys.stderr, flush=True), store)
+    except OutOfTime:
+        return None
 
 
 def show(rows_by_scenario: dict[str, dict[str, Any]]) -> None:

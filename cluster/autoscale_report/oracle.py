@@ -75,10 +75,5 @@ def cheapest(attainment: Callable[[Size], float | None], most: Size, target: flo
     return prefill, decode
 
 
-def window_size(scenario: Scenario, arrivals: list[Arrival], start_s: float, guess: Size) -> Size:
-    """The oracle's size for one window."""
-    return cheapest(lambda size: attainment_in_window(scenario, arrivals, start_s, size), scenario.most, 0.95, guess)
-
-
 def windows(scenario: Scenario) -> list[float]:
     return [i * scenario.window_s for i in range(int(-(-scenario.duration_s // scenario.window_s)))]

@@ -118,8 +118,11 @@ def measure(history: History, settings: Settings) -> Demand:
 
 
 def _arrivals_per_s(history: History, settings: Settings, dispersion: float) -> tuple[float, float]:
-    """The rate and its relative standard deviation. A long window has little noise and much lag, a short one the reverse: shorten only where arrivals in the
-    shorter window differ from the longer one's rate by more than chance."""
+    """The rate and its relative standard deviation.
+
+    A long window has little noise and much lag, a short one the reverse: shorten only where arrivals in the shorter
+    window differ from the longer one's rate by more than chance.
+    """
     lengths_s = (
         (REACH * settings.look_back_s, 0.0),
         (settings.look_back_s, 2.5),
