@@ -173,8 +173,8 @@ def _cheapest(runs: Iterable[tuple[Result, Any]], wanted: float) -> tuple[Result
 def key_figures(rows_by_scenario: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """The last line of the report.
 
-    `attainment_min`: over the workloads where the oracle attains 0.95. `attainment_min_startup`: over those where it does
-    although its replicas take their time to start. `over_oracle_max`: our bill over the oracle's, the worst workload.
+    `attainment_min`: over the workloads where the oracle attains 0.95. `attainment_min_startup`: where it does so
+    although its replicas take their time to start. `over_oracle_max`: our bill over its, the worst workload.
     `saved_vs_*`: share of all replica-hours saved, over the workloads where the other policy attains what ours does
     (or 0.95); the worst single workload stands beside it.
     """
