@@ -71,6 +71,7 @@ class Worker:
         self._last_progress_s = time.monotonic()
         self._last_load_s = 0.0
         self._heartbeat: asyncio.TimerHandle | None = None
+        self._telling: asyncio.TimerHandle | None = None
         self.meter = LoadMeter()
         self.counts = {"legs": 0, "done": 0, "pulled": 0, "released": 0, "cancelled": 0, "failed": 0, "expired": 0}
         engine.on_step(self._after_step)
@@ -115,6 +116,7 @@ class Worker:
         finally:
             end = self._close(leg)
             await asyncio.shield(self._give_back(leg, end))
+            self._tell_soon()
         return LegEnd(end, leg.tokens)  # type: ignore[arg-type]
 
     async def check_health(self) -> None:
@@ -151,8 +153,9 @@ class Worker:
 
     async def shutdown(self) -> None:
         """End what is left, and the engine with all its processes; `drain` comes before."""
-        if self._heartbeat is not None:
-            self._heartbeat.cancel()
+        for timer in (self._heartbeat, self._telling):
+            if timer is not None:
+                timer.cancel()
         for leg in list(self._legs.values()):
             leg.settled = leg.settled or "cancelled"
             leg.ended.set()
@@ -218,16 +221,26 @@ class Worker:
     def _after_step(self, snapshot: WorkerSnapshot) -> None:
         now = time.monotonic()
         self.meter.on_step(snapshot, now)
-        due = now - self._last_load_s >= LOAD_INTERVAL_S
-        if not (self._outbox or due):
-            return
-        self._last_load_s = now
+        if self._outbox or now - self._last_load_s >= LOAD_INTERVAL_S:
+            self._tell()
+        else:
+            self._tell_soon()
+
+    def _tell(self) -> None:
+        if self._telling is not None:
+            self._telling.cancel()
+            self._telling = None
+        self._last_load_s = time.monotonic()
         self._flush(self._load())
+
+    def _tell_soon(self) -> None:
+        """The last change counts most: an engine with nothing left to do makes no step that would tell of it."""
+        if self._telling is None:
+            self._telling = asyncio.get_running_loop().call_later(LOAD_INTERVAL_S, self._tell)
 
     def _beat(self) -> None:
         self._heartbeat = asyncio.get_running_loop().call_later(HEARTBEAT_S, self._beat)
-        if time.monotonic() - self._last_load_s >= HEARTBEAT_S:
-            self._flush(self._load())
+        self._tell_soon()
 
     def _load(self) -> Load:
         s = self.snapshot()
