@@ -36,7 +36,7 @@ from router.kv_event_reader import KvEventReader
 from router.kv_events import Quality
 from router.placement import Placer
 from router.prefix_index import PrefixIndex
-from router.status import router_status
+from router.status import finite, router_status
 from router.telemetry import Telemetry
 from router.times import WorkerTimes
 from router.transport import ServeTransport
@@ -127,6 +127,7 @@ class Router:
             return JSONResponse({"status": "ok" if ready else "no decode worker"}, 200 if ready else 503)
 
         async def status(_: Any) -> Response:
+            await self.telemetry.refresh_decision()
             return JSONResponse(self.status())
 
         async def records(_: Any) -> Response:
@@ -150,9 +151,11 @@ class Router:
 
     def status(self) -> dict[str, Any]:
         """What `pdserve status` shows."""
-        return router_status(
+        status = router_status(
             self._router_id, self._config, self.dispatcher, self.placer, self.warmup, self.metrics, self._started_s
         )
+        # The latest decision with the changes before it (cluster/goodput/decisions.py); None without autoscaling.
+        return status | {"autoscaling": finite(self.telemetry.decision)}
 
     async def drain(self) -> int:
         """Take no more requests and return when the running ones have ended: how many were waited for."""

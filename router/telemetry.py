@@ -52,7 +52,11 @@ class Telemetry:
     async def refresh_decision(self) -> None:
         """Fetch the autoscaler's latest decision; the round trip to Ray runs off the event loop."""
         if self._config.autoscaling.policy != "off":
-            self.decision = await asyncio.to_thread(decisions.latest, self._config.name)
+            try:
+                self.decision = await asyncio.to_thread(decisions.latest, self._config.name)
+            except Exception:
+                # The last one stays, and its age shows.
+                self._metrics.errors += 1
 
     def autoscaling_stats(self) -> dict[str, float]:
         """For Serve's `record_autoscaling_stats` hook: counters of arrivals and ends, and the queue now."""

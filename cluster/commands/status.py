@@ -9,6 +9,8 @@ import typer
 
 from cluster.commands.output import out, print_json
 
+CHANGES_SHOWN = 5
+
 
 def command(
     url: Annotated[str, typer.Option(help="where the cluster is served")] = "http://127.0.0.1:8000",
@@ -17,7 +19,7 @@ def command(
     api_key: Annotated[str | None, typer.Option(help="an operator's key", envvar="PDSERVE_API_KEY")] = None,
     json_: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
-    """Pools, replicas, load, open leases, goodput and misses by stage.
+    """Pools, replicas, load, open leases, goodput, misses by stage and the autoscaler's last decisions.
 
     Example: pdserve status --url http://127.0.0.1:8000 --watch
     """
@@ -68,7 +70,10 @@ def render(status: dict[str, Any]) -> Any:
             )
         if not pool["replicas"]:
             replicas.add_row(name, layout, "-", "no replica", "", "", "", "", "")
-    return Group(head, Text(""), replicas, Text(""), _goodput(status["goodput"]), _pairs(status.get("pairs", [])))
+    parts = [head, Text(""), replicas, Text(""), _goodput(status["goodput"]), _pairs(status.get("pairs", []))]
+    if status.get("autoscaling"):
+        parts += [Text(""), _autoscaling(status["autoscaling"], time.time())]
+    return Group(*parts)
 
 
 def _goodput(goodput: dict[str, Any]) -> Any:
@@ -82,6 +87,28 @@ def _goodput(goodput: dict[str, Any]) -> Any:
         f"latency  TTFT p50/p99 {_ms(goodput['ttft_s'])} ms, TPOT p50/p99 {_ms(goodput['tpot_s'])} ms\n"
         f"missed   {missed}"
     )
+
+
+def _autoscaling(decision: dict[str, Any], now: float) -> Any:
+    """Targets with their reasons, the last changes, and what a person should see."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    age_s = max(0.0, now - decision["at_s"])
+    pools = Table(title=f"autoscaling, decided {age_s:.0f} s ago", title_justify="left", box=None, pad_edge=False)
+    for column in ("pool", "target", "ready", "starting", "draining", "need", "reason"):
+        pools.add_column(column, no_wrap=column != "reason")
+    for name, pool in decision["pools"].items():
+        need = "-" if pool["need"] is None else f"{pool['need']:.2f}"
+        counts = (str(pool[key]) for key in ("target", "ready", "starting", "draining"))
+        pools.add_row(name, *counts, need, f"{pool['reason']}: {pool['why']}")
+    lines = [
+        f"{max(0.0, now - c['at_s']):5.0f} s ago  {c['pool']} {c['from']} -> {c['to']}: {c['reason']} ({c['why']})"
+        for c in reversed(decision["changes"][-CHANGES_SHOWN:])
+    ]
+    warnings = [Text(f"warning: {w}", style="yellow") for w in decision["warnings"]]
+    return Group(pools, *(Text(line, no_wrap=True, overflow="ellipsis") for line in lines), *warnings)
 
 
 def _ms(quantiles: dict[str, float | None]) -> str:
