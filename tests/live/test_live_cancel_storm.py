@@ -95,12 +95,12 @@ async def test_the_router_hears_of_the_last_change_and_not_only_with_the_next_he
     """Kind: in-flight counters leak: an engine that has nothing left makes no step that would tell of it."""
     cluster = Cluster(seed=8)
     await cluster.start(prefill=1, decode=1)
+    loads = cluster.dispatcher.loads
     for _ in range(5):
         clients = [cluster.send(300, 200) for _ in range(20)]
         await until(lambda: sum(load.running for load in cluster.dispatcher.loads.values()) >= 20, 2.0)
         for client in clients:
             cluster.dispatcher.client_left(client.request.request_id)
-        loads = cluster.dispatcher.loads
         await until(lambda: not any(v.running + v.kv_used_blocks + v.open_leases for v in loads.values()), 0.5)
         assert not any(v.running + v.kv_used_blocks + v.open_leases for v in loads.values()), loads
     await cluster.stop()
