@@ -56,6 +56,8 @@ def bench_config(mode: str, port: int, changes: dict[str, Any] | None = None) ->
     """
     raw: dict[str, Any] = {"network": {"host": HOST}, "router": {"http": {"host": HOST, "port": port}}}
     raw["engine"] = {"cpu": {"compile": True}}
+    # Limits that the direct split keeps at every concurrency: beyond them a router rightly puts late requests last.
+    raw["slo"] = {"ttft_ms": 2000, "tpot_ms": 100}
     if mode == "colocated":
         raw["pools"] = {"prefill": None}
     for section, values in (changes or {}).items():
