@@ -14,6 +14,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean
@@ -26,6 +27,7 @@ from cluster.config import ClusterConfig
 from cluster.errors import UserError
 from cluster.perf.profile import read_profile, write_profile
 from loadtests.fidelity import live, simulator
+from loadtests.fidelity.busy import busy_cores
 from loadtests.fidelity.compare import Agreement, Figures, agreement, errors, figures, largest
 from loadtests.fidelity.model import write_model
 from loadtests.fidelity.plan import PARTS, Plan, load, twin
@@ -67,7 +69,8 @@ def measured(plan: Plan, folder: Path, again: bool) -> list[dict[str, Any]]:
             latest[:] = [session]
             path.write_text(json.dumps([*sessions, session], indent=1), encoding="utf-8")
 
-        live.run(plan, missing, _model(plan, folder), folder, err.print, keep)
+        with _machine(plan):
+            live.run(plan, missing, _model(plan, folder), folder, err.print, keep)
         sessions += latest
     return [next((s for s in sessions if _valid_run(s, load)), sessions[-1]) for load in loads]
 
@@ -88,7 +91,8 @@ def fitted(plan: Plan, folder: Path, again: bool) -> Path | None:
     err.print("measuring one engine")
     command = [sys.executable, "-m", "cluster.cli", "fit", str(config), "--out", str(path)]
     command += ["--samples", str(folder / "samples.csv"), "--max-batch", "16"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    with _machine(plan):
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     (folder / "fit.log").write_text(done.stdout, encoding="utf-8")
     if done.returncode:
         raise UserError(f"pdserve fit failed; see {folder / 'fit.log'}")
@@ -123,6 +127,10 @@ def _twin(plan: Plan, session: dict[str, Any], profile: Path | None, folder: Pat
     path = folder / "profile.json"
     write_profile(whole, path)
     return twin(plan, path, dict(fit.provenance))
+
+
+def _machine(plan: Plan) -> AbstractContextManager[None]:
+    return busy_cores() if plan.busy_cores else nullcontext()
 
 
 def _model(plan: Plan, folder: Path) -> Path | None:

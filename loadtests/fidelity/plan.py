@@ -40,6 +40,7 @@ class Plan(Section):
         rates_per_s: arrival rates; each is `workload` at that rate, with a seed of its own.
         fit: the simulator takes its step times from a profile that `pdserve fit` measures on this engine.
         shape: served instead of `cluster.model`.
+        busy_cores: see busy.py.
     """
 
     description: str
@@ -50,6 +51,7 @@ class Plan(Section):
     rates_per_s: tuple[float, ...] = Field(min_length=1)
     fit: bool = False
     shape: Shape | None = None
+    busy_cores: bool = False
 
     @model_validator(mode="after")
     def _open(self) -> Plan:
