@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cluster.config import LimitsConfig
-from cluster.engine.base import EngineDelta, EngineRequest
+from cluster.engine.base import EngineDelta
 from cluster.errors import (
     BadRequest,
     DeadlineExceeded,
@@ -30,7 +30,6 @@ from cluster.messages import (
     Rejection,
     Request,
     RequestRecord,
-    Ticket,
     WorkerInfo,
     WorkerSnapshot,
     WorkerState,
@@ -40,6 +39,7 @@ from kv_transfer.ledger import LeaseEnd, LeaseLedger
 from router import lifecycle_messages as msg
 from router.admission import Admission
 from router.health import Change, Health, Trust
+from router.legs import Leg, Legs
 from router.lifecycle import Lifecycle
 from router.run import Run
 from router.waiting import WaitingRoom
@@ -130,26 +130,23 @@ class Dispatcher:
         rng: random.Random,
         admission: Admission | None = None,
     ) -> None:
-        self._transport = transport
         self.placer = placer
         self.room = None if admission is None else WaitingRoom(admission, self._let_in, self._turn_away, clock)
         self._waiting: dict[str, tuple[Run, msg.Place]] = {}
         self._limits = limits
         self._deliver = deliver
-        self._ticket_request = ticket_request
         self._on_record = on_record
         self._clock = clock
         self._rng = rng
         self._runs: dict[str, Run] = {}
-        self._legs: dict[str, tuple[Run, int, int | None]] = {}
         self.workers: dict[str, WorkerInfo] = {}
+        self._legs = Legs(transport, self.workers, ticket_request, self.on_leg_end, clock)
         self.loads: dict[str, WorkerSnapshot] = {}
         self.last_failure: dict[str, str] = {}
         self.retries = self.migrations = 0
         self.worker_listeners: list[Callable[[WorkerInfo, bool], None]] = []
         self.health = Health(limits.silent_s, limits.stall_s, look_every_s=LOOK_EVERY_S)
         self._look_timer: asyncio.TimerHandle | None = None
-        self.leases = LeaseLedger()
 
     @property
     def running(self) -> int:
@@ -159,13 +156,17 @@ class Dispatcher:
     def open_legs(self) -> int:
         return len(self._legs)
 
+    @property
+    def leases(self) -> LeaseLedger:
+        return self._legs.leases
+
     def runs(self) -> list[Run]:
         """Requests that have not ended."""
         return list(self._runs.values())
 
     def leg_workers(self) -> list[tuple[str, bool]]:
         """(worker, whether it is a prefill leg) of every open leg."""
-        return [(run.legs[leg_id], choice is None) for leg_id, (run, _, choice) in self._legs.items()]
+        return [(leg.worker_id, leg.choice is None) for leg in self._legs.all()]
 
     # From the layer above
 
@@ -236,17 +237,15 @@ class Dispatcher:
             leg = self._legs.get(output.request_id)
             if leg is None:
                 continue
-            run, attempt, choice = leg
+            run, choice = leg.run, leg.choice
             if output.error is not None:
-                self._leg_failed(output.request_id, leg, _error(output.error, worker_id))
+                self._leg_failed(leg, _error(output.error, worker_id))
             elif choice is None:
-                self._on_prefill_output(run, attempt, output, now)
+                self._on_prefill_output(leg, output, now)
             elif output.offset_tokens != run.leg_tokens(choice):
-                self._leg_failed(output.request_id, leg, WorkerLost("output was lost on the way", worker_id=worker_id))
+                self._leg_failed(leg, WorkerLost("output was lost on the way", worker_id=worker_id))
             elif output.finish_reason in ("abort", "error"):
-                self._leg_failed(
-                    output.request_id, leg, EngineFailed("the engine ended the request", worker_id=worker_id)
-                )
+                self._leg_failed(leg, EngineFailed("the engine ended the request", worker_id=worker_id))
             else:
                 if output.offset_tokens == 0 and output.token_ids:
                     peer = run.placement.prefill if run.placement is not None and output.external_tokens else None
@@ -254,14 +253,14 @@ class Dispatcher:
                 delta = output.delta()
                 cached = run.on_output(choice, delta, now)
                 batch.append((run.job, choice, delta, cached))
-                facts.append((run, attempt, choice, output))
+                facts.append((run, leg.attempt, choice, output))
         if not batch:
             return
         stopped = {(id(job), choice) for job, choice in self._deliver(batch)}
         for run, attempt, choice, output in facts:
             by_string = (id(run.job), choice) in stopped
             if by_string:
-                self._cancel_leg(run, attempt, choice)
+                self._legs.cancel(run, attempt, choice)
                 run.finish_reason = "stop"
             finished = by_string or output.finish_reason in _NATURAL_ENDS
             if output.finish_reason is not None:
@@ -271,9 +270,7 @@ class Dispatcher:
                 run.first_seen = True
                 self.placer.on_first_token(run.request.request_id, now)
             if run.waiting_choices and not run.lifecycle.ended:
-                waiting, run.waiting_choices = run.waiting_choices, []
-                for start in waiting:
-                    self._start_choice(run, start)
+                self._legs.start_waiting(run)
             if actions:
                 self._carry_out(run, actions)
 
@@ -281,19 +278,19 @@ class Dispatcher:
         leg = self._legs.get(leg_id)
         if leg is None:
             return
-        run, attempt, choice = leg
         if isinstance(end, RequestError):
-            self._leg_failed(leg_id, leg, end)
-        elif choice is None:
-            del self._legs[leg_id]
-            self.leases.end(leg_id, LeaseEnd.PULLED if end.outcome == "pulled" else LeaseEnd.EXPIRED, self._clock())
+            self._leg_failed(leg, end)
+        elif leg.choice is None:
+            pulled = end.outcome == "pulled"
+            self._legs.ended(leg_id, LeaseEnd.PULLED if pulled else LeaseEnd.EXPIRED)
             if end.outcome in ("pulled", "released", "cancelled"):
-                outcome = msg.LeaseOutcome.PULLED if end.outcome == "pulled" else msg.LeaseOutcome.EXPIRED
-                self._feed(run, msg.LeaseEnded(attempt, outcome))
+                outcome = msg.LeaseOutcome.PULLED if pulled else msg.LeaseOutcome.EXPIRED
+                self._feed(leg.run, msg.LeaseEnded(leg.attempt, outcome))
             else:
-                self._feed(run, msg.PrefillFailed(attempt, WorkerLost("the prefill leg ended without a ticket")))
-        elif end.outcome == "done" and run.leg_tokens(choice) >= end.tokens:
-            del self._legs[leg_id]
+                lost = WorkerLost("the prefill leg ended without a ticket")
+                self._feed(leg.run, msg.PrefillFailed(leg.attempt, lost))
+        elif end.outcome == "done" and leg.run.leg_tokens(leg.choice) >= end.tokens:
+            self._legs.ended(leg_id)
         else:
             # The call may overtake the last output by a moment; the link keeps its own order.
             asyncio.get_running_loop().call_later(1.0, self._leg_incomplete, leg_id)
@@ -301,7 +298,7 @@ class Dispatcher:
     def _leg_incomplete(self, leg_id: str) -> None:
         leg = self._legs.get(leg_id)
         if leg is not None:
-            self._leg_failed(leg_id, leg, WorkerLost("the leg ended before its output was complete"))
+            self._leg_failed(leg, WorkerLost("the leg ended before its output was complete"))
 
     # Inside
 
@@ -316,13 +313,15 @@ class Dispatcher:
                 case msg.Unplace():
                     self._unplace(run)
                 case msg.StartPrefill():
-                    self._start_prefill(run, action)
+                    self.health.asked(action.worker, self._clock())
+                    self._legs.start_prefill(run, action)
                 case msg.EndPrefill():
-                    self._end_prefill(run, action)
+                    self._legs.end_prefill(run, action)
                 case msg.StartDecode():
-                    self._start_decode(run, action)
+                    self.health.asked(action.worker, self._clock())
+                    self._legs.start_decode(run, action)
                 case msg.CancelDecode():
-                    self._cancel_leg(run, action.attempt, action.choice)
+                    self._legs.cancel(run, action.attempt, action.choice)
                 case msg.SetTimer():
                     run.set_timer(asyncio.get_running_loop().call_later(action.after_s, self._on_timer, run))
                 case msg.Suspect():
@@ -396,112 +395,26 @@ class Dispatcher:
                 return placed
             exclude |= {placed.prefill}
 
-    def _start_prefill(self, run: Run, action: msg.StartPrefill) -> None:
-        prompt, _ = run.job.leg(0, action.tokens_sent)
-        request = self._engine_request(run, f"{run.request.request_id}-{action.attempt}p", prompt, None)
-        self._open(run, action.attempt, None, action.worker, request)
-
-    def _start_decode(self, run: Run, action: msg.StartDecode) -> None:
-        if action.tokens_sent == 0 and run.tokens(action.choice):
-            run.job.restart(action.choice)
-            run.restart(action.choice)
-        if action.choice > 0:
-            # One prefill for n choices: the first pulls or computes the prompt, the others find it in that engine's
-            # prefix cache. A ticket is good for one pull; its KV may be gone after the first.
-            run.waiting_choices.append(action)
-            return
-        self._start_choice(run, action)
-
-    def _start_choice(self, run: Run, action: msg.StartDecode) -> None:
-        prompt, sampling = run.job.leg(action.choice, action.tokens_sent)
-        leg_id = f"{run.request.request_id}-{action.attempt}d{action.choice}"
-        ticket = action.ticket.kv_transfer_params if action.ticket is not None and action.choice == 0 else None
-        run.start_leg(action.choice)
-        self._open(
-            run,
-            action.attempt,
-            action.choice,
-            action.worker,
-            self._engine_request(run, leg_id, prompt, sampling, ticket),
-        )
-
-    def _engine_request(
-        self, run: Run, leg_id: str, prompt: list[int], sampling: Any, ticket: Any = None
-    ) -> EngineRequest:
-        job = run.job
-        return EngineRequest(
-            request_id=leg_id,
-            prompt_token_ids=prompt,
-            sampling=sampling,
-            kv_transfer_params=self._ticket_request if sampling is None else ticket,
-            cache_salt=job.cache_salt,
-            priority=job.priority,
-            lora=job.lora,
-            trace_headers=job.trace_headers,
-        )
-
-    def _open(self, run: Run, attempt: int, choice: int | None, worker_id: str, request: EngineRequest) -> None:
-        worker = self.workers.get(worker_id)
-        self._legs[request.request_id] = (run, attempt, choice)
-        run.legs[request.request_id] = worker_id
-        if worker is None:
-            lost = WorkerLost("the worker is gone", worker_id=worker_id)
-            asyncio.get_running_loop().call_soon(self.on_leg_end, request.request_id, lost)
-            return
-        self.health.asked(worker_id, self._clock())
-        self._transport.open(worker, "prefill" if choice is None else "serve", request)
-
-    def _on_prefill_output(self, run: Run, attempt: int, output: Output, now: float) -> None:
-        worker_id = run.legs.get(output.request_id, "")
+    def _on_prefill_output(self, leg: Leg, output: Output, now: float) -> None:
         if output.kv_transfer_params is None:
             if output.finish_reason is not None:
-                error = TransferFailed("the prefill engine gave no ticket", worker_id=worker_id)
-                self._leg_failed(output.request_id, (run, attempt, None), error)
+                self._leg_failed(leg, TransferFailed("the prefill engine gave no ticket", worker_id=leg.worker_id))
             return
-        info = self.workers.get(worker_id)
-        block = info.block_size_tokens if info else 1
-        prompt_tokens = run.request.prompt_tokens
-        ticket = Ticket(
-            lease_id=output.request_id,
-            worker_id=worker_id,
-            incarnation=info.incarnation if info else "",
-            kv_transfer_params=output.kv_transfer_params,
-            prompt_tokens=prompt_tokens,
-            cached_tokens=output.cached_tokens or 0,
-            blocks=-(-prompt_tokens // block),
-            bytes=prompt_tokens * (info.kv_bytes_per_token if info else 0),
-            queue_s=output.queue_s or 0.0,
-            compute_s=output.compute_s or 0.0,
-        )
+        run, ticket = leg.run, self._legs.grant(leg, output, now)
         run.on_ticket(ticket, now)
-        self.leases.grant(ticket.lease_id, run.request.request_id, ticket.blocks, ticket.bytes, now)
-        self.health.served(worker_id, None, now)
+        self.health.served(leg.worker_id, None, now)
         self.placer.on_prefilled(run.request.request_id, now, ticket.cached_tokens)
-        self._feed(run, msg.TicketReady(attempt, ticket))
+        self._feed(run, msg.TicketReady(leg.attempt, ticket))
         self._pump()
 
-    def _end_prefill(self, run: Run, action: msg.EndPrefill) -> None:
-        leg_id = f"{run.request.request_id}-{action.attempt}p"
-        self.leases.end(leg_id, LeaseEnd.PULLED if action.pulled else LeaseEnd.RELEASED, self._clock())
-        if self._legs.pop(leg_id, None) is not None:
-            self._transport.settle(run.legs[leg_id], leg_id, pulled=action.pulled)
-
-    def _cancel_leg(self, run: Run, attempt: int, choice: int) -> None:
-        leg_id = f"{run.request.request_id}-{attempt}d{choice}"
-        run.waiting_choices = [w for w in run.waiting_choices if (w.attempt, w.choice) != (attempt, choice)]
-        if self._legs.pop(leg_id, None) is not None:
-            self._transport.cancel(run.legs[leg_id], leg_id)
-
-    def _leg_failed(self, leg_id: str, leg: tuple[Run, int, int | None], error: RequestError) -> None:
-        self._legs.pop(leg_id, None)
-        self.leases.end(leg_id, LeaseEnd.EXPIRED, self._clock())
-        run, attempt, choice = leg
+    def _leg_failed(self, leg: Leg, error: RequestError) -> None:
+        self._legs.ended(leg.leg_id, LeaseEnd.EXPIRED)
         if isinstance(error, EngineFailed):
             error.retryable = True
-        if choice is None:
-            self._feed(run, msg.PrefillFailed(attempt, error))
+        if leg.choice is None:
+            self._feed(leg.run, msg.PrefillFailed(leg.attempt, error))
         else:
-            self._feed(run, msg.DecodeFailed(attempt, choice, error))
+            self._feed(leg.run, msg.DecodeFailed(leg.attempt, leg.choice, error))
 
     def _suspect(self, action: msg.Suspect) -> None:
         self.last_failure[action.worker_id] = action.reason
@@ -515,12 +428,7 @@ class Dispatcher:
     def _look(self) -> None:
         """Judge the workers by what they have said and done since."""
         self._look_timer = asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._look)
-        owing = {
-            run.legs[leg_id]
-            for leg_id, (run, _, choice) in self._legs.items()
-            if (run.owes_ticket if choice is None else run.leg_tokens(choice) > 0)
-        }
-        for change in self.health.look(owing.__contains__, self._clock()):
+        for change in self.health.look(self._legs.owing().__contains__, self._clock()):
             self._apply(change)
 
     def _apply(self, change: Change) -> None:
@@ -538,19 +446,18 @@ class Dispatcher:
         """Nothing comes from there any more: every request with a leg there goes elsewhere."""
         log.warning("worker %s is lost: %s", worker_id, reason)
         self.last_failure[worker_id] = reason
-        there = {id(run): run for leg_id, (run, _, _) in self._legs.items() if run.legs[leg_id] == worker_id}
-        for run in there.values():
+        for run in self._legs.on(worker_id):
             self._feed(run, msg.WorkerDown(worker_id))
 
     def _finish(self, run: Run, action: msg.Finish) -> None:
         request_id = run.request.request_id
         self._runs.pop(request_id, None)
         run.clear_timer()
-        for leg_id in run.legs:
-            if self._legs.pop(leg_id, None) is not None and action.outcome is not Outcome.DONE:
-                log.error("leg %s was still open when its request ended", leg_id)
-        for lease in self.leases.request_ended(request_id):
-            log.error("lease %s outlived its request", lease.lease_id)
+        legs, leases = self._legs.forget(run)
+        if legs and action.outcome is not Outcome.DONE:  # a finished leg's call ends a moment after its last output
+            log.error("legs %s were still open when their request ended", legs)
+        if leases:
+            log.error("leases %s outlived their request", leases)
         self._unplace(run)
         error = run.final_error or action.error
         record = run.record(action.outcome, error, self._clock())

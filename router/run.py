@@ -38,7 +38,7 @@ class Run:
         self.job = job
         self.request: Request = job.request
         self.lifecycle = lifecycle
-        self.legs: dict[str, str] = {}
+        self.legs: list[str] = []
         self.placement: Placement | None = None
         self.first_seen = False
         self.waiting_choices: list[StartDecode] = []
