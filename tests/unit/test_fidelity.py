@@ -13,7 +13,9 @@ from loadtests.fidelity import simulator
 from loadtests.fidelity.compare import agreement, errors, figures, largest
 from loadtests.fidelity.plan import PARTS, Plan, load, twin
 
-PLAN = load("simulated").model_copy(update={"rates_per_s": (3.0, 6.0)})
+FILE = load("simulated")
+SHORT = FILE.workload.model_copy(update={"duration_s": 15})
+PLAN = FILE.model_copy(update={"rates_per_s": (3.0, 6.0), "workload": SHORT})
 CONFIG = parse(PLAN.cluster)
 
 
