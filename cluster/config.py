@@ -10,11 +10,11 @@ import difflib
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cluster.errors import ConfigError
 from cluster.messages import Role, Slo
+from cluster.yaml_file import read_yaml
 
 
 class Section(BaseModel):
@@ -287,18 +287,7 @@ def load(path: str | Path) -> ClusterConfig:
     Raises:
         ConfigError: the file is missing, is not YAML, or holds a key or value that cannot be used.
     """
-    path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as e:
-        raise ConfigError(str(path), f"cannot be read ({e.strerror})", "give the path of a YAML file") from e
-    except UnicodeDecodeError as e:
-        raise ConfigError(str(path), "is not UTF-8 text", "give the path of a YAML file") from e
-    try:
-        raw = yaml.safe_load(text)
-    except yaml.YAMLError as e:
-        where = f" at line {e.problem_mark.line + 1}" if isinstance(e, yaml.MarkedYAMLError) and e.problem_mark else ""
-        raise ConfigError(str(path), f"is not valid YAML{where}", "check indentation and quoting") from e
+    raw = read_yaml(path)
     return parse(raw if raw is not None else {})
 
 

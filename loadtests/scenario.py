@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import Field, ValidationError
 
 from cluster.config import Section, SloConfig
 from cluster.errors import ConfigError
 from cluster.workload.spec import Workload
+from cluster.yaml_file import read_yaml
 from loadtests.client import Limits
 
 FOLDER = Path(__file__).parent / "scenarios"
@@ -96,16 +96,13 @@ def find(name: str) -> Path:
 
 def load(path: Path) -> Scenario:
     """Read a scenario. `workload` may be a mapping or the path of a workload file beside it."""
-    try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError(str(path), f"cannot be read ({e})", "give the path of a YAML file") from e
-    except yaml.YAMLError as e:
-        raise ConfigError(str(path), "is not valid YAML", "check indentation and quoting") from e
+    raw = read_yaml(path)
     if isinstance(raw, dict):
         raw.setdefault("name", path.stem)
         if isinstance(raw.get("workload"), str):
-            raw["workload"] = yaml.safe_load((path.parent / raw["workload"]).read_text(encoding="utf-8"))
+            raw["workload"] = read_yaml(
+                path.parent / raw["workload"], "give a workload file beside the scenario", key="workload"
+            )
         _resolve_traces(raw.get("workload"), path.parent)
     return parse(raw)
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from cluster.config import ClusterConfig, load, parse
 from cluster.errors import ConfigError
+from cluster.yaml_file import read_yaml
 
 
 def load_config(
@@ -22,7 +21,7 @@ def load_config(
     raw: dict[str, Any] = dict(defaults or {})
     if path is not None:
         load(path)  # for its messages
-        raw = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        raw = read_yaml(path) or {}
     if port is not None:
         raw = _with(raw, ("router", "http", "port"), port)
     if model is not None:

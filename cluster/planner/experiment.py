@@ -26,7 +26,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import Field, ValidationError
 
 from cluster.config import ClusterConfig, Section, parse
@@ -35,6 +34,7 @@ from cluster.errors import ConfigError, UserError
 from cluster.planner.simulate import Run, by_tenant, simulate, summary
 from cluster.sim.fleet import Options
 from cluster.workload.spec import Workload
+from cluster.yaml_file import read_yaml
 
 Setting = dict[str, Any]
 
@@ -92,12 +92,7 @@ def load(path: Path) -> Spec:
     Raises:
         ConfigError: the file cannot be read, or a key or value in it cannot be used.
     """
-    try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as e:
-        raise ConfigError(str(path), f"cannot be read ({e.strerror})", "give the path of an experiment file") from e
-    except (yaml.YAMLError, UnicodeDecodeError) as e:
-        raise ConfigError(str(path), "is not valid YAML", "check indentation and quoting") from e
+    raw = read_yaml(path, "give the path of an experiment file")
     if not isinstance(raw, dict):
         raise ConfigError(str(path), "holds no mapping", "start with `title:`, `cluster:` and `workload:`")
     try:
@@ -120,10 +115,7 @@ def load(path: Path) -> Spec:
 
 def _from_file(path: Path, given: Mapping[str, Any]) -> dict[str, Any]:
     """A scenario's workload, with the keys that stand beside `file`."""
-    try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as e:
-        raise ConfigError("workload.file", f"{path} cannot be read ({type(e).__name__})", "give a scenario") from None
+    raw = read_yaml(path, "give a scenario", key="workload.file")
     base = dict(raw.get("workload", raw))
     return {**base, **{k: v for k, v in given.items() if k != "file"}}
 

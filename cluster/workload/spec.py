@@ -17,7 +17,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from cluster.config import Section, SloConfig
@@ -26,6 +25,7 @@ from cluster.workload.arrival import Arrival, cut
 from cluster.workload.processes import Closed, OpenProcess, Process
 from cluster.workload.structures import Content, Ids, Source, Structure
 from cluster.workload.traces import Replay
+from cluster.yaml_file import read_yaml
 
 
 class Stream(Section):
@@ -198,14 +198,7 @@ def _load_trace(trace: Replay, base: Path | None) -> list[Arrival]:
 
 def load(path: str | Path) -> Workload:
     """Read a workload's YAML. Raises ConfigError with the first mistake."""
-    path = Path(path)
-    try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError(str(path), f"cannot be read ({e})", "give the path of a YAML file") from e
-    except yaml.YAMLError as e:
-        raise ConfigError(str(path), "is not valid YAML", "check indentation and quoting") from e
-    return parse(raw)
+    return parse(read_yaml(path))
 
 
 def parse(raw: Any) -> Workload:
