@@ -30,7 +30,8 @@ from cluster.messages import Role
 
 __all__ = ["State", "decide", "initial"]
 
-# A need this little above the target is no reason to grow: it is within what the estimate is worth.
+# A need this little above the target is no reason to grow: it is within what the estimate is worth. Where arrivals are
+# few, the estimate is worth less, and the margin is the standard deviation of their rate.
 UP_MARGIN = 1.05
 # A pool shrinks only to what would still be enough if the need were this much larger.
 DOWN_MARGIN = 1.1
@@ -62,7 +63,7 @@ def decide(state: State, observation: Observation, now: float) -> tuple[State, D
     demand = measure(state.history, state.settings)
     state, verdicts = feedback.judge(state, observation, now)
     needs = _needs(state, observation, demand)
-    state, wishes = _hysteresis(state, observation, needs, now)
+    state, wishes = _hysteresis(state, observation, needs, demand, now)
     return _settle(state, observation, wishes, verdicts, demand)
 
 
@@ -217,9 +218,10 @@ def _growth(pool: PoolState, startup_s: float) -> float:
 
 
 def _hysteresis(
-    state: State, seen: Observation, needs: dict[Role, Need], now: float
+    state: State, seen: Observation, needs: dict[Role, Need], demand: Demand, now: float
 ) -> tuple[State, dict[Role, _Wish]]:
     settings = state.settings
+    up_margin = max(UP_MARGIN, 1 + demand.uncertainty)
     longest_s = max(settings.upscale_delay_s, settings.downscale_delay_s)
     pools, wishes = dict(state.pools), {}
     for role, need in needs.items():
@@ -227,17 +229,19 @@ def _hysteresis(
         target = _present(seen.pools[role]) if pool.target is None else pool.target
         history = (*(n for n in pool.needs if n[0] >= now - longest_s - settings.interval_s), (now, need.replicas))
         pools[role] = replace(pool, needs=history)
-        wishes[role] = _wish(settings, target, need, history, now)
+        wishes[role] = _wish(settings, target, need, history, up_margin, now)
     return replace(state, pools=pools), wishes
 
 
-def _wish(settings: Settings, target: int, need: Need, needs: tuple[tuple[float, float], ...], now: float) -> _Wish:
-    wanted = _whole(need.replicas / UP_MARGIN)
+def _wish(
+    settings: Settings, target: int, need: Need, needs: tuple[tuple[float, float], ...], up_margin: float, now: float
+) -> _Wish:
+    wanted = _whole(need.replicas / (UP_MARGIN if need.urgent else up_margin))
     if wanted > target:
         lasting = [n for at_s, n in needs if at_s > now - settings.upscale_delay_s - 1e-6]
         covered = needs[0][0] <= now - settings.upscale_delay_s + 1e-6
-        if need.urgent or (covered and _whole(min(lasting) / UP_MARGIN) > target):
-            return _Wish(wanted if need.urgent else _whole(min(lasting) / UP_MARGIN), need)
+        if need.urgent or (covered and _whole(min(lasting) / up_margin) > target):
+            return _Wish(wanted if need.urgent else _whole(min(lasting) / up_margin), need)
         return _Wish(target, replace(need, reason="delay", why=f"{need.why}; waits for upscale_delay_s"))
     lasting = [n for at_s, n in needs if at_s > now - settings.downscale_delay_s - 1e-6]
     covered = needs[0][0] <= now - settings.downscale_delay_s + 1e-6

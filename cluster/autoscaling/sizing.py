@@ -78,7 +78,7 @@ def prefill_need(
         if wanted > need.replicas or not clears:
             need = Need(wanted, "queue", f"{waiting_s:.1f} s of prefill work waits", urgent=True)
     # Where late requests go last, a long wait says nothing as long as it is being worked off.
-    patient = busy < CLEARS * load.ready or (settings.late_last and clears and queue.shrinks)
+    patient = busy < CLEARS * load.ready or (settings.late_last and spare > 0 and queue.shrinks)
     return need if patient else _impatient(need, load, queue, limit_s)
 
 
