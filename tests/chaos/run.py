@@ -90,6 +90,8 @@ class Cluster:
                 self.process.wait(120)
             except subprocess.TimeoutExpired:
                 self.process.kill()
+        if self.process is not None and self.process.stdout is not None:
+            self.process.stdout.close()
         self.log.close()
 
     async def status(self, http: httpx.AsyncClient) -> dict[str, Any]:
