@@ -150,7 +150,7 @@ def servers_for_wait(
         variability: (ca^2 + cs^2) / 2 of arrivals and service times; 1 for exponential ones.
         late_last: who would be late goes behind the others, as if it had left the queue: with W = P(wait > wait_s) the
             share (1 - rho) W / (1 - rho W) is late (Boots and Tijms, 1999). Then at most `MOST_BUSY` of every server
-            is used, since the late ones must be served too.
+            is used, unless more would do in order of arrival too: the late ones must be served some time.
     """
     if load <= 0 or service_s <= 0:
         return 0.0
@@ -163,9 +163,11 @@ def servers_for_wait(
         waits = float(rho ** (math.sqrt(2 * (servers + 1)) - 1) * math.exp(-max(0.0, wait_s) / mean_s))
         return (1 - rho) * waits / (1 - rho * waits) if late_last else waits
 
-    low = load / MOST_BUSY if late_last else load
-    if late_last and late_share(low) <= late:
-        return low
+    low = load
+    if late_last:
+        low = min(load / MOST_BUSY, servers_for_wait(load, service_s, variability, wait_s, late))
+        if late_share(low) <= late:
+            return low
     high = low + 1.0
     while late_share(high) > late:
         low, high = high, high * 1.5 + 1

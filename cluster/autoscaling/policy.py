@@ -24,15 +24,12 @@ from cluster.autoscaling import feedback
 from cluster.autoscaling.budget import hold_back, split
 from cluster.autoscaling.demand import REACH, Demand, measure
 from cluster.autoscaling.messages import Decision, Observation, PoolDecision, PoolLoad, Settings
-from cluster.autoscaling.sizing import Need, Queue, decode_need, prefill_need
+from cluster.autoscaling.sizing import UP_MARGIN, Need, Queue, decode_need, prefill_need
 from cluster.autoscaling.state import PoolState, State, initial
 from cluster.messages import Role
 
 __all__ = ["State", "decide", "initial"]
 
-# A need this little above the target is no reason to grow: it is within what the estimate is worth. Where arrivals are
-# few, the estimate is worth less, and the margin is the standard deviation of their rate.
-UP_MARGIN = 1.05
 # A pool shrinks only to what would still be enough if the need were this much larger.
 DOWN_MARGIN = 1.1
 # Growth of the running sequences that is projected over a replica's start-up is at most this.

@@ -9,6 +9,9 @@ from cluster.autoscaling.capacity import decode_batch, decode_replicas, servers_
 from cluster.autoscaling.demand import Demand
 from cluster.autoscaling.messages import PoolLoad, PoolSettings, Settings, StepCost
 
+# A need this little above the target is no reason to grow: it is within what the estimate is worth. Where arrivals are
+# few, the estimate is worth less, and the margin is the standard deviation of their rate.
+UP_MARGIN = 1.05
 # Share of the TPOT limit that the mean of all requests may use, so that a request above the mean still fits.
 TPOT_AIM = 0.9
 # Share of a replica's KV blocks that may be used before tokens to come find no room.
@@ -168,7 +171,7 @@ def _blind(load: PoolLoad, queue: Queue, limit_s: float) -> Need:
 def _impatient(need: Need, load: PoolLoad, queue: Queue, limit_s: float) -> Need:
     """Arrivals that throttle themselves (closed loop) hide the demand; the wait in front of the door does not."""
     there = load.ready + load.starting
-    if queue.oldest_wait_s > limit_s / 2 and not load.starting and need.replicas <= there:
+    if queue.oldest_wait_s > limit_s / 2 and not load.starting and need.replicas <= there * UP_MARGIN:
         return Need(there + 1.0, "queue", f"oldest request waits {queue.oldest_wait_s:.1f} s", urgent=True)
     if queue.oldest_wait_s > limit_s / 2:
         return Need(need.replicas, need.reason, need.why, urgent=True)
