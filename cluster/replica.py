@@ -12,6 +12,7 @@ from ray import serve
 
 from cluster.config import ClusterConfig, parse
 from cluster.engine.factory import create_engine
+from cluster.heap import settle_heap
 from cluster.logs import use_serve_log
 from cluster.messages import Role
 from cluster.node import node_ip
@@ -41,6 +42,7 @@ class PoolReplica:
             node=ray.get_runtime_context().get_node_id(),
         )
         self._worker = Worker(engine, lease_s=self._config.kv_transfer.lease_s, stall_s=self._config.engine.stall_s)
+        settle_heap()
 
     async def run(self, call: LegCall) -> LegEnd:
         """One leg; open for as long as the leg holds anything here."""

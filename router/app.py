@@ -20,6 +20,7 @@ from cluster.engine.vllm.arguments import served_name, shared_arguments
 from cluster.engine.vllm.environment import base_environment
 from cluster.goodput import tracing
 from cluster.goodput.metrics import CONTENT_TYPE, Metrics
+from cluster.heap import settle_heap
 from cluster.logs import use_serve_log
 from cluster.messages import RequestRecord, Role, WorkerInfo
 from cluster.models.resolve import resolve
@@ -114,6 +115,7 @@ class Router:
         host = self._config.network.host or node_ip()
         await self.transport.start(self.dispatcher, self._router_id, host)
         self._openai = await build_openai_app(self.client, self._server_arguments(model.path))
+        settle_heap()
 
     def __serve_build_asgi_app__(self) -> Any:
         from starlette.responses import JSONResponse, Response
