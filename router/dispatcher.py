@@ -30,6 +30,7 @@ from cluster.messages import (
     Rejection,
     Request,
     RequestRecord,
+    Role,
     WorkerInfo,
     WorkerSnapshot,
     WorkerState,
@@ -147,6 +148,7 @@ class Dispatcher:
         self.worker_listeners: list[Callable[[WorkerInfo, bool], None]] = []
         self.health = Health(limits.silent_s, limits.stall_s, look_every_s=LOOK_EVERY_S)
         self._look_timer: asyncio.TimerHandle | None = None
+        self._no_decoder: bool | None = None  # None: to be found out
 
     @property
     def running(self) -> int:
@@ -198,6 +200,7 @@ class Dispatcher:
             self.on_worker_down(info.worker_id)
         self.workers[info.worker_id] = info
         self.health.up(info.worker_id, info.incarnation)
+        self._no_decoder = None
         self.placer.add_worker(info, self._clock())
         if self._look_timer is None:
             self._look()
@@ -210,6 +213,7 @@ class Dispatcher:
             return
         self.loads.pop(worker_id, None)
         self.health.down(worker_id)
+        self._no_decoder = None
         self.placer.remove_worker(worker_id, self._clock())
         for listener in self.worker_listeners:
             listener(info, False)
@@ -353,15 +357,14 @@ class Dispatcher:
     def _place(self, run: Run, action: msg.Place, *, waited: bool = False) -> None:
         now = self._clock()
         job = run.job
-        if action.attempt > 1:
-            if action.tokens_sent:
-                self.migrations += 1
-            else:
-                self.retries += 1
         if job.forced is not None:
             placed: Placement | Rejection = job.forced
         elif self.room is not None and action.attempt == 1 and not waited:
             # Another attempt has waited already, and its client is nearer to the limit.
+            if self._no_decoder is None:
+                self._no_decoder = not self._usable(Role.DECODE)
+            if self._no_decoder:
+                self._take_back()
             verdict = self.room.enter(run.request)
             if verdict is False:
                 self._waiting[run.request.request_id] = (run, action)
@@ -377,9 +380,16 @@ class Dispatcher:
             if isinstance(placed, Rejection) and action.exclude:
                 # Every healthy worker has failed this request once: better one of those than none.
                 placed = self._choose(run.request, frozenset(), local, now)
+            if isinstance(placed, Rejection) and self._take_back():
+                placed = self._choose(run.request, frozenset(), local, now)
         if isinstance(placed, Rejection):
             self._feed(run, msg.Refused(action.attempt, placed))
         else:
+            if action.attempt > 1:
+                if action.tokens_sent:
+                    self.migrations += 1
+                else:
+                    self.retries += 1
             run.on_placed(placed, now)
             self._feed(run, msg.Placed(action.attempt, placed))
 
@@ -432,6 +442,7 @@ class Dispatcher:
             self._apply(change)
 
     def _apply(self, change: Change) -> None:
+        self._no_decoder = None
         info = self.workers.get(change.worker_id)
         if info is None:
             return
@@ -441,6 +452,24 @@ class Dispatcher:
         self.placer.pause_worker(change.worker_id, self._clock())
         if change.trust is Trust.LOST:
             self._lose(change.worker_id, change.reason)
+
+    def _usable(self, role: Role) -> bool:
+        return any(w.role is role and self.health.trust(i) is Trust.USED for i, w in self.workers.items())
+
+    def _take_back(self) -> bool:
+        """Use workers before their time of distrust is over, where a pool has no other: better one of those than none.
+
+        Returns:
+            Whether there were any.
+        """
+        taken = False
+        for role in Role:
+            if not self._usable(role):
+                pool = [worker_id for worker_id, info in self.workers.items() if info.role is role]
+                for change in filter(None, map(self.health.take_back, pool)):
+                    self._apply(change)
+                    taken = True
+        return taken
 
     def _lose(self, worker_id: str, reason: str) -> None:
         """Nothing comes from there any more: every request with a leg there goes elsewhere."""

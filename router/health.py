@@ -117,6 +117,14 @@ class Health:
         worker.trust = Trust.AVOIDED
         return Change(worker_id, Trust.AVOIDED, reason)
 
+    def take_back(self, worker_id: str) -> Change | None:
+        """Nobody else is left: one that is only avoided is used again, until the next look at least."""
+        worker = self._workers.get(worker_id)
+        if worker is None or worker.trust is not Trust.AVOIDED:
+            return None
+        worker.trust = Trust.USED
+        return Change(worker_id, Trust.USED, "nobody else is left")
+
     def served(self, worker_id: str, peer: str | None, now: float) -> None:
         """A request got output from there, with KV that came from `peer`."""
         self._worker_breaker.succeeded((worker_id,), now)

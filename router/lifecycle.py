@@ -5,7 +5,9 @@ State      Event (of the current attempt)          Actions                      
 NEW        Arrived                                 Place(1)                                     PLACING
 PLACING    Placed, with a prefill worker           StartPrefill                                 PREFILL
 PLACING    Placed, local or one token left         StartDecode for every choice                 DECODE
-PLACING    Refused                                 Finish rejected (failed, if a retry)         ENDED
+PLACING    Refused, the first time                 Finish rejected                              ENDED
+PLACING    Refused, a retry or a migration         SetTimer: Place again soon, up to the        PLACING
+                                                   queue limit; then Finish failed
 PREFILL    TicketReady                             StartDecode for every choice, with ticket    DECODE
 PREFILL    PrefillFailed, LeaseEnded, its worker   close, Suspect, retry                        PLACING
            is down
@@ -80,6 +82,9 @@ from router.lifecycle_messages import (
     WorkerDown,
 )
 
+PLACE_AGAIN_S = 0.25
+"""Pause between the tries to place a request that has failed once: a worker may be on its way back."""
+
 
 class State(StrEnum):
     NEW = "new"
@@ -113,6 +118,7 @@ class Lifecycle:
     """
 
     __slots__ = (
+        "_again_s",
         "_armed_s",
         "_budget_s",
         "_choices",
@@ -120,7 +126,9 @@ class Lifecycle:
         "_exclude",
         "_first_s",
         "_limits",
+        "_place_order",
         "_prefill_open",
+        "_refusal",
         "_request",
         "_since_s",
         "_split_failures",
@@ -152,6 +160,9 @@ class Lifecycle:
         self._since_s = 0.0
         self._budget_s = 0.0
         self._armed_s: float | None = None
+        self._place_order = Place(0)
+        self._again_s: float | None = None
+        self._refusal: RequestError | None = None
 
     @property
     def ended(self) -> bool:
@@ -174,7 +185,7 @@ class Lifecycle:
             case Placed():
                 return self._on_placed(event, now)
             case Refused():
-                return self._on_refused(event)
+                return self._on_refused(event, now)
             case TicketReady():
                 return self._on_ticket(event, now)
             case PrefillFailed():
@@ -204,8 +215,10 @@ class Lifecycle:
         self.state = State.PLACING
         self.placement = None
         self._since_s = now
+        self._again_s = self._refusal = None
+        self._place_order = Place(self.attempt, self._exclude, local_only, self._tokens_sent)
         # The timer first: the driver may answer a Place before it returns, and that may set a nearer one.
-        return [*self._arm(now), Place(self.attempt, self._exclude, local_only, self._tokens_sent)]
+        return [*self._arm(now), self._place_order]
 
     def _on_placed(self, event: Placed, now: float) -> list[Action]:
         if self.state is not State.PLACING or event.attempt != self.attempt:
@@ -221,11 +234,15 @@ class Lifecycle:
         self._prefill_open = True
         return [StartPrefill(self.attempt, prefill, self._tokens_sent), *self._arm(now)]
 
-    def _on_refused(self, event: Refused) -> list[Action]:
+    def _on_refused(self, event: Refused, now: float) -> list[Action]:
         if self.state is not State.PLACING or event.attempt != self.attempt:
             return []
-        outcome = Outcome.REJECTED if self.attempt == 1 else Outcome.FAILED
-        return [self._finish(outcome, _refusal(event.rejection))]
+        if self.attempt == 1:
+            return [self._finish(Outcome.REJECTED, _refusal(event.rejection))]
+        # It was accepted, and its client waits: a pause is better than an error.
+        self._refusal = _refusal(event.rejection)
+        self._again_s = now + PLACE_AGAIN_S
+        return self._arm(now)
 
     # The prefill leg and its lease
 
@@ -339,10 +356,13 @@ class Lifecycle:
         at_s, limit = due
         if now < at_s:
             return self._arm(now)
+        if self._again_s is not None and self._again_s == at_s:
+            self._again_s = None
+            return [*self._arm(now), self._place_order]
         waited = f"{limit.replace('_', ' ')} limit of {self._limit_s(limit):g} s passed"
         if limit is Limit.QUEUE:
             outcome = Outcome.REJECTED if self.attempt == 1 else Outcome.FAILED
-            error = Overloaded(f"no worker was free: {waited}", retry_after_s=1.0)
+            error = self._refusal or Overloaded(f"no worker was free: {waited}", retry_after_s=1.0)
             return [*self._close(), self._finish(outcome, error)]
         if limit is Limit.PREFILL:
             return self._prefill_lost(DeadlineExceeded(waited), now)
@@ -414,7 +434,8 @@ class Lifecycle:
         """The nearest moment at which a limit passes."""
         limits = self._limits
         if self.state is State.PLACING:
-            return self._within_budget(self._since_s + limits.queue_s), Limit.QUEUE
+            end_s = self._within_budget(self._since_s + limits.queue_s)
+            return (end_s if self._again_s is None else min(end_s, self._again_s)), Limit.QUEUE
         if self.state is State.PREFILL:
             return self._within_budget(self._since_s + limits.prefill_s), Limit.PREFILL
         if self.state is not State.DECODE:

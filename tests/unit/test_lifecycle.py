@@ -18,7 +18,7 @@ from cluster.errors import (
     WorkerLost,
 )
 from cluster.messages import Outcome, Path, Placement, Rejection, Request, Role, Slo, Ticket
-from router.lifecycle import Lifecycle, State
+from router.lifecycle import PLACE_AGAIN_S, Lifecycle, State
 from router.lifecycle_messages import (
     Action,
     Arrived,
@@ -247,12 +247,33 @@ def test_a_refusal_is_a_rejection_with_its_status_and_retry_after(status: int, k
     assert (finish.error.status, finish.error.retry_after_s) == (status, 2.0)
 
 
-def test_a_refusal_of_a_retry_is_a_failure() -> None:
+def test_a_retry_that_is_refused_is_placed_again_soon_and_fails_at_the_queue_limit() -> None:
+    """Kind: retry: no worker is ready for a moment, but the request was accepted and its client waits."""
+    m = machine()
+    (*_, order) = play(m, ARRIVED, PLACED, (1.5, PrefillFailed(1, LOST)))
+    assert isinstance(order, Place)
+    now, asked = 2.0, 0
+    while not m.ended:
+        for timer in m.on(Refused(2, Rejection(503, "no worker", 2.0)), now):
+            assert isinstance(timer, SetTimer)
+            assert timer.after_s <= PLACE_AGAIN_S
+        now += PLACE_AGAIN_S
+        actions = m.on(TimerFired(), now)
+        asked += order in actions
+    assert asked > 10
+    assert now == pytest.approx(1.5 + LIMITS.queue_s, abs=PLACE_AGAIN_S)
+    finish = actions[-1]
+    assert isinstance(finish, Finish)
+    assert (finish.outcome, str(finish.error)) == (Outcome.FAILED, "no worker")
+    assert Unplace(2) in actions
+
+
+def test_a_retry_that_was_refused_goes_on_where_a_worker_came_back() -> None:
     m = machine()
     play(m, ARRIVED, PLACED, (1.5, PrefillFailed(1, LOST)))
-    (finish,) = m.on(Refused(2, Rejection(503, "no worker", 2.0)), 2.0)
-    assert isinstance(finish, Finish)
-    assert finish.outcome is Outcome.FAILED
+    m.on(Refused(2, Rejection(503, "no worker", 2.0)), 2.0)
+    assert m.on(TimerFired(), 2.0 + PLACE_AGAIN_S)[-1] == Place(2, ids("p0"))
+    assert StartPrefill(2, "p0") in m.on(Placed(2, split()), 2.3)
 
 
 # Before the first token: another place

@@ -53,6 +53,7 @@ class World:
         self.attempt = 0
         self.places: set[int] = set()
         self.placed: set[int] = set()
+        self.refused: set[int] = set()
         self.calls: set[int] = set()
         self.leases: set[int] = set()
         self.legs: set[tuple[int, int]] = set()
@@ -65,6 +66,7 @@ class World:
             case Refused(attempt):
                 if attempt not in self.placed:
                     self.places.discard(attempt)
+                    self.refused.add(attempt)
             case Placed(attempt):
                 self.places.add(attempt)
                 self.placed.add(attempt)
@@ -96,7 +98,8 @@ class World:
         match action:
             case Place(attempt, _, _, tokens_sent):
                 assert not was_ended
-                assert attempt == self.attempt + 1
+                assert attempt == self.attempt + 1 or (attempt == self.attempt > 1 and attempt in self.refused)
+                self.refused.discard(attempt)
                 assert not (self.places or self.calls or self.leases or self.legs), "an attempt starts beside another"
                 if not tokens_sent:
                     assert not (self.streaming and any(self.sent)), "tokens would be sent twice"
