@@ -6,6 +6,10 @@ Kinds: wrong bottleneck; runaway; budget exceeded; decisions without a reason.
 from __future__ import annotations
 
 import asyncio
+import os
+import re
+import signal
+import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -14,6 +18,7 @@ import pytest
 from autoscaled import Watch, load, settings
 from rich.console import Console
 
+from cluster.goodput.catalogue import CATALOGUE
 from tests.chaos.run import Cluster
 
 pytestmark = [pytest.mark.live, pytest.mark.slow]
@@ -99,3 +104,24 @@ async def test_the_budget_holds_when_both_pools_want_more(cluster, http):
     assert max(watch.held) <= BUDGET
     assert "budget" in {reason for _, reason in watch.reasons}
     assert min(watch.targets[-1].values()) >= 2, "both pools have a share"
+
+
+async def test_one_endpoint_shows_everything_and_status_watch_follows(cluster, http):
+    text = (await http.get("/metrics")).text
+    shown = set(re.findall(r"^# TYPE (\S+) ", text, re.MULTILINE))
+    # Regret needs `placement.shadow`; everything else is there after the loads above.
+    assert set(CATALOGUE) - shown - {"pdserve_regret_seconds_total"} == set()
+    watch = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "cluster.cli", "status", "--url", cluster.url, "--watch", "--interval-s", "0.5",
+        stdout=asyncio.subprocess.PIPE, env=os.environ | {"COLUMNS": "160"},
+    )  # fmt: skip
+    assert watch.stdout is not None
+    seen = b""
+    while seen.count(b"autoscaling, decided") < 3:
+        seen += await asyncio.wait_for(watch.stdout.read(65536), 30)
+    watch.send_signal(signal.SIGINT)
+    await watch.wait()
+    print(seen.decode()[:4000])
+    assert watch.returncode in (0, 130)
+    for word in (b"goodput", b"missed", b"prefill", b"decode", b"s ago"):
+        assert word in seen
