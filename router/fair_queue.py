@@ -255,11 +255,11 @@ class FairQueue:
         return oldest is not None and now - oldest >= starvation_s
 
     def in_order(self, now: float, starvation_s: float, most: int) -> Iterator[Waiting]:
-        """Whose turn it is, then those behind."""
+        """Whose turn it is, then those behind; of the late only the first: what it cannot have none of them can."""
         if self.owes_late(now, starvation_s):
             yield from islice(self.late.in_order(most), 1)
         yield from self.in_time.in_order(most)
-        yield from self.late.in_order(most)
+        yield from islice(self.late.in_order(most), 1)
 
     def _lane(self, waiting: Waiting) -> Lane:
         return self.late if waiting.late else self.in_time

@@ -208,13 +208,14 @@ def test_what_does_not_fit_is_passed_over_and_then_waited_for():
     engine = Engine(tokens_per_s=1e9, kv_tokens=10_000)
     admission, _ = made(engine, starvation_s=5.0)
     engine.used = 5000
-    big = request(9000, tenant="big")
+    patient = Slo(60.0, 0.05)
+    big = request(9000, tenant="big", slo=patient)
     assert isinstance(admission.offer(big, 0.0), Queue)
-    small = [request(500, tenant=f"s{i}") for i in range(6)]
+    small = [request(500, tenant=f"s{i}", slo=patient) for i in range(6)]
     for r in small:
         admission.offer(r, 0.0)
     assert drain(admission, engine, 1.0) == small
-    more = request(500)
+    more = request(500, slo=patient)
     admission.offer(more, 6.0)
     assert drain(admission, engine, 6.0) == []  # nobody takes the room that the starving one waits for
     engine.used = 0
