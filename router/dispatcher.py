@@ -254,6 +254,7 @@ class Dispatcher:
                 if output.offset_tokens == 0 and output.token_ids:
                     peer = run.placement.prefill if run.placement is not None and output.external_tokens else None
                     self.health.served(worker_id, peer, now)
+                leg.finished = output.finish_reason is not None
                 delta = output.delta()
                 cached = run.on_output(choice, delta, now)
                 batch.append((run.job, choice, delta, cached))
@@ -483,10 +484,8 @@ class Dispatcher:
         self._runs.pop(request_id, None)
         run.clear_timer()
         legs, leases = self._legs.forget(run)
-        if legs and action.outcome is not Outcome.DONE:  # a finished leg's call ends a moment after its last output
-            log.error("legs %s were still open when their request ended", legs)
-        if leases:
-            log.error("leases %s outlived their request", leases)
+        if legs or leases:
+            log.error("legs %s and leases %s were still open when their request ended", legs, leases)
         self._unplace(run)
         error = run.final_error or action.error
         record = run.record(action.outcome, error, self._clock())

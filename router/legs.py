@@ -19,12 +19,13 @@ if TYPE_CHECKING:  # the transport brings Ray along; deciding needs none of it
 
 
 class Leg:
-    """One open call. `choice` is None for a prefill leg."""
+    """One open call. `choice` is None for a prefill leg; `finished`: its engine gave the last output of a choice."""
 
-    __slots__ = ("attempt", "choice", "leg_id", "run", "worker_id")
+    __slots__ = ("attempt", "choice", "finished", "leg_id", "run", "worker_id")
 
     def __init__(self, leg_id: str, run: Run, attempt: int, choice: int | None, worker_id: str) -> None:
         self.leg_id, self.run, self.attempt, self.choice, self.worker_id = leg_id, run, attempt, choice, worker_id
+        self.finished = False
 
 
 class Legs:
@@ -165,6 +166,10 @@ class Legs:
             self._transport.cancel(leg.worker_id, leg_id)
 
     def forget(self, run: Run) -> tuple[list[str], list[str]]:
-        """The request is over. What is still open of it is dropped and named: legs, and leases that outlive it."""
-        legs = [leg_id for leg_id in run.legs if self._open.pop(leg_id, None) is not None]
+        """The request is over. What is still open of it is dropped and named: legs, and leases that outlive it.
+
+        The call of a finished leg ends a moment after its last output, so it does not count.
+        """
+        left = [leg for leg_id in run.legs if (leg := self._open.pop(leg_id, None)) is not None]
+        legs = [leg.leg_id for leg in left if not leg.finished]
         return legs, [lease.lease_id for lease in self.leases.request_ended(run.request.request_id)]
