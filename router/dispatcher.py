@@ -300,6 +300,13 @@ class Dispatcher:
             # The call may overtake the last output by a moment; the link keeps its own order.
             asyncio.get_running_loop().call_later(1.0, self._leg_incomplete, leg_id)
 
+    def on_link_lost(self, worker_id: str) -> None:
+        """Its legs have ended. Most likely it is dead, and no request need find that out."""
+        change = self.health.suspect(worker_id, "the link broke", None, self._clock())
+        if change is not None:
+            self.last_failure[worker_id] = change.reason
+            self._apply(change)
+
     def _leg_incomplete(self, leg_id: str) -> None:
         leg = self._legs.get(leg_id)
         if leg is not None:
@@ -358,14 +365,12 @@ class Dispatcher:
     def _place(self, run: Run, action: msg.Place, *, waited: bool = False) -> None:
         now = self._clock()
         job = run.job
+        if action.attempt == 1 and self._no_decoder is not False:
+            self._take_back()
         if job.forced is not None:
             placed: Placement | Rejection = job.forced
         elif self.room is not None and action.attempt == 1 and not waited:
             # Another attempt has waited already, and its client is nearer to the limit.
-            if self._no_decoder is None:
-                self._no_decoder = not self._usable(Role.DECODE)
-            if self._no_decoder:
-                self._take_back()
             verdict = self.room.enter(run.request)
             if verdict is False:
                 self._waiting[run.request.request_id] = (run, action)
@@ -380,8 +385,6 @@ class Dispatcher:
             placed = self._choose(run.request, action.exclude, local, now)
             if isinstance(placed, Rejection) and action.exclude:
                 # Every healthy worker has failed this request once: better one of those than none.
-                placed = self._choose(run.request, frozenset(), local, now)
-            if isinstance(placed, Rejection) and self._take_back():
                 placed = self._choose(run.request, frozenset(), local, now)
         if isinstance(placed, Rejection):
             self._feed(run, msg.Refused(action.attempt, placed))
@@ -457,20 +460,16 @@ class Dispatcher:
     def _usable(self, role: Role) -> bool:
         return any(w.role is role and self.health.trust(i) is Trust.USED for i, w in self.workers.items())
 
-    def _take_back(self) -> bool:
-        """Use workers before their time of distrust is over, where a pool has no other: better one of those than none.
+    def _take_back(self) -> None:
+        """Use decode workers before their time of distrust is over: there is no other, and the client would get a 503.
 
-        Returns:
-            Whether there were any.
+        Only for what comes new. What has failed there already waits: each try would cost one of its attempts.
         """
-        taken = False
-        for role in Role:
-            if not self._usable(role):
-                pool = [worker_id for worker_id, info in self.workers.items() if info.role is role]
-                for change in filter(None, map(self.health.take_back, pool)):
-                    self._apply(change)
-                    taken = True
-        return taken
+        self._no_decoder = not self._usable(Role.DECODE)
+        if self._no_decoder:
+            pool = [worker_id for worker_id, info in self.workers.items() if info.role is Role.DECODE]
+            for change in filter(None, map(self.health.take_back, pool)):
+                self._apply(change)
 
     def _lose(self, worker_id: str, reason: str) -> None:
         """Nothing comes from there any more: every request with a leg there goes elsewhere."""

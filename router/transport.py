@@ -41,6 +41,8 @@ class Events(Protocol):
 
     def on_leg_end(self, leg_id: str, end: LegEnd | RequestError) -> None: ...
 
+    def on_link_lost(self, worker_id: str) -> None: ...
+
 
 class Transport(Protocol):
     """How the dispatcher reaches workers: live over Serve and links, in tests over simulated engines."""
@@ -152,6 +154,7 @@ class ServeTransport:
         for leg_id, (owner, _, _) in list(self._calls.items()):
             if owner == worker_id:
                 self._events.on_leg_end(leg_id, WorkerLost("the link to the worker broke", worker_id=worker_id))
+        self._events.on_link_lost(worker_id)
 
     def _up(self, metadata: dict[str, Any]) -> None:
         fields = dict(metadata["worker"])

@@ -230,13 +230,18 @@ async def test_without_a_decode_worker_streams_get_a_status_not_a_200(cluster, h
 
 async def test_a_replacement_is_a_new_peer_for_every_pair(cluster, http, processes) -> None:
     """Kind: peer restarted on the same address."""
-    before = {r["id"] for pool in (await cluster.status(http))["pools"].values() for r in pool["replicas"]}
+
+    async def replicas() -> set[str]:
+        return {r["id"] for pool in (await cluster.status(http))["pools"].values() for r in pool["replicas"]}
+
+    before = await replicas()
     os.kill(processes.replicas("decode")[0].pid, signal.SIGKILL)
-    await asyncio.sleep(0.5)
+    # Idle, so that nothing but Serve tells of it; requests are sent elsewhere at once.
+    while await replicas() == before:  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
     await whole(cluster, http)
+    assert len(await replicas() - before) == 1
     status = await cluster.status(http)
-    after = {r["id"] for pool in status["pools"].values() for r in pool["replicas"]}
-    assert len(after - before) == 1
     assert len(status["pairs"]) == 4
     assert {pair["state"] for pair in status["pairs"]} == {"ready"}
 

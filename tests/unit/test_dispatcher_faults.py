@@ -141,6 +141,48 @@ def test_the_first_failure_takes_a_dead_worker_out(role: Role) -> None:
     run(main())
 
 
+def test_a_broken_link_takes_its_worker_out_before_any_request_meets_it() -> None:
+    """Kind: dead worker stays attractive."""
+
+    async def main() -> None:
+        c = Cluster()
+        dead = next(w for w in c.pools.everyone if w.info.role is Role.DECODE)
+        dead.kill()
+        c.dispatcher.on_link_lost(dead.info.worker_id)
+        for _ in range(20):
+            c.send(max_tokens=5)
+        await asyncio.sleep(0.5)
+        assert c.dispatcher.retries == 0
+        await c.settle()
+        assert c.check() == {Outcome.DONE: 20}
+
+    run(main())
+
+
+def test_the_last_worker_is_used_although_it_failed_and_what_was_accepted_waits_for_it() -> None:
+    """Kind: retry: clients notice at most a pause."""
+
+    async def main() -> None:
+        c = Cluster(prefill=1, decode=1)
+        (decode,) = [w for w in c.pools.everyone if w.info.role is Role.DECODE]
+        c.dispatcher.on_link_lost(decode.info.worker_id)
+        job = c.send(max_tokens=5)
+        await c.settle(10)
+        assert job.ends[0][0] is Outcome.DONE
+        running = [c.send(max_tokens=200) for _ in range(5)]
+        await asyncio.sleep(0.3)
+        decode.kill()
+        await asyncio.sleep(0.2)
+        c.pools.remove(decode)
+        await asyncio.sleep(2.0)
+        c.pools.add(Role.DECODE)
+        await c.settle(30)
+        assert [j.ends[0][0] for j in running] == [Outcome.DONE] * 5
+        c.check()
+
+    run(main())
+
+
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
 def test_a_stopped_worker_is_noticed_by_its_silence(role: Role) -> None:
     """SIGSTOP: no connection breaks. Recovery is bounded by `silent_s`, not by the request's own limits."""
