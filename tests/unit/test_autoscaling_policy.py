@@ -474,6 +474,19 @@ def test_an_unattainable_limit_warns_and_does_not_scale():
     assert sum("unattainable" in w for w in plant.decisions[-1].warnings) == 1
 
 
+def test_a_change_by_somebody_else_is_reported_and_undone():
+    plant = Plant(config(), prefill=2, decode=2)
+    plant.run(300, rate=3)
+    decided = plant.targets[0]
+    seen = plant.observe()
+    changed = replace(seen, prefill=replace(seen.prefill, ready=decided + 3, target=decided + 3))
+    state, decision = decide(plant.state, changed, plant.now + 5)
+    assert decision.targets[Role.PREFILL] == decided
+    assert decision.warnings == (f"prefill pool was set to {decided + 3} by somebody else, not {decided}",)
+    _, decision = decide(state, replace(seen, prefill=replace(seen.prefill, target=decided)), plant.now + 10)
+    assert decision.warnings == ()
+
+
 # ---- zero and back
 
 
