@@ -101,6 +101,8 @@ class Worker:
         request_id = call.request.request_id
         if self._cancelled_early.pop(request_id, 0) is None:
             return LegEnd("cancelled")
+        if request_id in self._legs or self.leases.knows(request_id):
+            raise EngineFailed(f"request id {request_id} has been used before", worker_id=call.worker_id)
         leg = self._legs[request_id] = _Leg(call)
         self.counts["legs"] += 1
         try:

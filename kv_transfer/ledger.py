@@ -89,7 +89,7 @@ class LeaseLedger:
         Raises:
             ValueError: the id has been granted before; ids are minted, never reused.
         """
-        if lease_id in self._open or lease_id in self._ended_leases:
+        if self.knows(lease_id):
             raise ValueError(f"lease {lease_id} is granted twice")
         expires_s = None if self._lease_s is None else now + self._lease_s
         lease = self._open[lease_id] = Lease(lease_id, owner, now, blocks, bytes, expires_s)
@@ -139,6 +139,10 @@ class LeaseLedger:
                 break  # granted later, expires later
             found.append(lease)
         return found
+
+    def knows(self, lease_id: str) -> bool:
+        """Whether the id was granted, now or among the last `remember`: it must not be granted again."""
+        return lease_id in self._open or lease_id in self._ended_leases
 
     def holds(self, lease_id: str) -> bool:
         """Whether the lease is open: the check before and after reading its blocks."""

@@ -110,7 +110,7 @@ class Router:
         self.client.on_arrival = self._on_arrival
         self._tracing = tracing.create(self._config.tracing, self._config.name)
         self._events: KvEventReader | None = None
-        self.warmup = Warmup(self.dispatcher, vllm_config.model_config.get_vocab_size(), tp_pairs)
+        self.warmup = Warmup(self.dispatcher, self._router_id, vllm_config.model_config.get_vocab_size(), tp_pairs)
         self.dispatcher.worker_listeners += [self._follow_events, self.warmup.on_worker]
         host = self._config.network.host or node_ip()
         await self.transport.start(self.dispatcher, self._router_id, host)

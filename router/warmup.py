@@ -20,6 +20,9 @@ _LONG = Slo(600.0, 600.0)
 class Warmup:
     """Sends one tiny split request through every new pair.
 
+    Args:
+        router_id: part of every request id, like a client's: routers share the workers.
+
     Attributes:
         state: (prefill, decode) -> "warming", "ready", "refused: " and why, or the error of the last try.
     """
@@ -27,8 +30,9 @@ class Warmup:
     TENANT = "pdserve-warm-up"
     TRIES = 3
 
-    def __init__(self, dispatcher: Dispatcher, vocab_size: int, tp_pairs: TpPairs = "tested") -> None:
+    def __init__(self, dispatcher: Dispatcher, router_id: str, vocab_size: int, tp_pairs: TpPairs = "tested") -> None:
         self._dispatcher = dispatcher
+        self.router_id = router_id
         self._tp_pairs = tp_pairs
         self._vocab_size = vocab_size
         self._numbers = itertools.count(1)
@@ -92,7 +96,7 @@ class _WarmJob:
         self._owner, self._pair, self._prompt, self._attempt = owner, pair, prompt, attempt
         self.forced: Placement | None = Placement(Path.SPLIT, decode=pair[1], prefill=pair[0])
         self.request = Request(
-            request_id=f"warm-{pair[0][:8]}-{pair[1][:8]}-{number}",
+            request_id=f"{owner.router_id}-warm-{number}",
             arrival_s=time.monotonic(),
             prompt_tokens=len(prompt),
             max_output_tokens=2,
