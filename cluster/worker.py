@@ -172,12 +172,23 @@ class Worker:
         leg = self._legs.get(request_id)
         if leg is None or leg.finished:
             return
-        if isinstance(item, PdserveError):
-            leg.finished = True
-            leg.settled = "failed"
-            self._send_error(leg, item)
-            leg.ended.set()
-            return
+        try:
+            if isinstance(item, PdserveError):
+                self._fail(leg, item)
+            else:
+                self._pass_on(leg, request_id, item)
+        except Exception as e:
+            # Raised further, it would end the engine's loop and with it everybody's requests.
+            log.exception("output of %s could not be passed on", request_id)
+            self._fail(leg, EngineFailed(f"output could not be passed on: {e}"))
+
+    def _fail(self, leg: _Leg, error: PdserveError) -> None:
+        leg.finished = True
+        leg.settled = "failed"
+        self._send_error(leg, error)
+        leg.ended.set()
+
+    def _pass_on(self, leg: _Leg, request_id: str, item: EngineDelta) -> None:
         ticket = item.kv_transfer_params if leg.call.kind == "prefill" else None
         self._put(
             leg,
@@ -294,7 +305,7 @@ class Worker:
     async def _give_back(self, leg: _Leg, end: str) -> None:
         request_id = leg.call.request.request_id
         with contextlib.suppress(EngineFailed):
-            if not leg.finished:
+            if not leg.finished or end == "failed":
                 await self.engine.abort(request_id)
             if leg.call.kind == "prefill" and end != "pulled":
                 # Also after an abort: the prefill may have finished in the same step.

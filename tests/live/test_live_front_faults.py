@@ -338,6 +338,26 @@ async def test_an_error_in_mid_stream_that_no_engine_would_answer_differently_is
         assert clean(front), cluster.open()
 
 
+async def test_a_fault_of_ours_in_passing_output_on_ends_one_request_and_no_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Kind: telemetry able to break serving: the engine's loop goes on, and so does everybody else."""
+    async with running(prefill=1, decode=1, simulated=STEP) as front:
+        cluster = front.cluster
+        (decode,) = cluster.workers(Role.DECODE)
+        async with httpx.AsyncClient(base_url=front.url, timeout=30) as http:
+            task = asyncio.create_task(http.post(COMPLETION, json=completion(max_tokens=60)))
+            await until(lambda: any(r.tokens(0) >= 3 for r in cluster.dispatcher.runs()), 5.0)
+            with monkeypatch.context() as broken:
+                broken.setattr(type(decode.meter), "on_output", lambda *_, **__: 1 / 0)
+                await until(lambda: decode.counts["failed"] > 0, 5.0)
+            answer = await task
+            assert answer.status_code in (200, 500, 502)
+            assert (await http.post(COMPLETION, json=completion())).status_code == 200
+        await until(lambda: clean(front), 2.0)
+        assert clean(front), cluster.open()
+
+
 async def test_a_leaving_prefill_worker_waits_for_kv_that_nobody_pulled_yet() -> None:
     """Kind: drain is too short, or does not stop intake. Ten finished prefills, none pulled, when it is told to go."""
     async with running(prefill=2, decode=1, simulated=STEP) as front:
