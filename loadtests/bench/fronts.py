@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import uvloop
 from rich.console import Console
 
@@ -95,12 +96,26 @@ def figures(samples: Sequence[Sample], seconds: float, cpu: dict[str, float]) ->
     }
 
 
+def by_stage(front: Front, requests: int) -> dict[str, float]:
+    """Of pdserve's latest requests: the share that took the split path, and the median time per stage before TTFT."""
+    records = httpx.get(f"{front.url}/pdserve/records", timeout=30).json()[-requests:]
+    stages = sorted({stage for r in records for stage in r["stage_s"]})
+    medians = {f"{stage}_s": statistics.median(r["stage_s"].get(stage, 0.0) for r in records) for stage in stages}
+    return {"split_share": sum(r["path"] == "split" for r in records) / len(records), **medians}
+
+
 def measure(
-    mode: str, concurrencies: Sequence[int], repeats: int, tokens: tuple[int, int], folder: Path, seed: int
+    mode: str,
+    concurrencies: Sequence[int],
+    repeats: int,
+    tokens: tuple[int, int],
+    folder: Path,
+    seed: int,
+    changes: dict[str, Any] | None = None,
 ) -> dict[int, dict[str, Any]]:
     """Every concurrency on one front, `repeats` times; medians."""
     err.print(f"{mode}: starting")
-    with start(mode, folder) as front, asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
+    with start(mode, folder, changes) as front, asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
         endpoint = Endpoint(front.url, "embedded", api="tokens", tenant_header=None)
         writer = RequestWriter(endpoint, TextWriter(find_tokenizer("embedded", "embedded")))
         ids = Ids(seed, MODES.index(mode))
@@ -112,6 +127,8 @@ def measure(
                 before = cpu_by_process(front.roots)
                 samples, seconds = loop.run(closed_loop(front, writer, ids, c, c * PER_WORKER.get(c, 4), tokens))
                 runs.append(figures(samples, seconds, spent(before, cpu_by_process(front.roots))))
+                if mode == "pdserve":
+                    runs[-1]["stages"] = by_stage(front, len(samples))
             out[c] = median(runs)
             err.print(
                 f"{mode} at {c}: {out[c]['tokens_per_s']:.0f} tokens/s, TTFT p50 {1e3 * out[c]['ttft_p50_s']:.0f} ms"
@@ -152,6 +169,15 @@ def show(results: dict[str, dict[int, dict[str, Any]]], tokens: tuple[int, int])
             cpu = rows[c]["cpu_s_per_1000_tokens"]
             parts = ", ".join(f"{k} {v:.2f}" for k, v in sorted(cpu.items(), key=lambda kv: -kv[1]) if v >= 0.005)
             lines.append(f"| {mode} | {c} | {sum(cpu.values()):.2f} | {parts} |")
+    if any("stages" in row for row in results.get("pdserve", {}).values()):
+        lines += ["", "| pdserve | c | split path | median before the first token |", "|---|---|---|---|"]
+        for c, row in sorted(results["pdserve"].items()):
+            stages = dict(row["stages"])
+            share = stages.pop("split_share")
+            parts = ", ".join(
+                f"{name.removesuffix('_s').replace('_', ' ')} {1e3 * t:.0f} ms" for name, t in stages.items()
+            )
+            lines.append(f"| stages | {c} | {share:.0%} | {parts} |")
     return "\n".join(lines)
 
 
@@ -183,13 +209,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--always-split", action="store_true", help="the decode engine never prefills")
     parser.add_argument("--out", type=Path, help="folder for logs and results.json; default: a temporary one")
     o = parser.parse_args(argv)
     folder = o.out or Path(tempfile.mkdtemp(prefix="pdserve-bench-"))
     folder.mkdir(parents=True, exist_ok=True)
     tokens = (o.prompt_tokens, o.output_tokens)
     try:
-        results = {m: measure(m, o.concurrency, o.repeats, tokens, folder, o.seed) for m in o.modes}
+        changes = {"router": {"placement": {"conditional": False}}} if o.always_split else None
+        results = {m: measure(m, o.concurrency, o.repeats, tokens, folder, o.seed, changes) for m in o.modes}
     except UserError as mistake:
         print(f"bench: {mistake}; logs in {folder}", file=sys.stderr)
         return 2
