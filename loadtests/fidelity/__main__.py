@@ -90,7 +90,7 @@ def fitted(plan: Plan, folder: Path, again: bool) -> Path | None:
     config.write_text(yaml.safe_dump(plan.live(_model(plan, folder))), encoding="utf-8")
     err.print("measuring one engine")
     command = [sys.executable, "-m", "cluster.cli", "fit", str(config), "--out", str(path)]
-    command += ["--samples", str(folder / "samples.csv"), "--max-batch", "16"]
+    command += ["--samples", str(folder / "samples.csv"), "--max-batch", "8"]
     with _machine(plan):
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     (folder / "fit.log").write_text(done.stdout, encoding="utf-8")
