@@ -23,7 +23,7 @@ from cluster.engine.simulation.tokens import TokenStream
 from tests.chaos.faults import Processes
 from tests.chaos.run import MODEL, VOCAB_HIGH, VOCAB_LOW, Cluster, config, settled
 
-pytestmark = [pytest.mark.live, pytest.mark.slow, pytest.mark.slow]
+pytestmark = [pytest.mark.live, pytest.mark.slow]
 
 PORT = 8192
 PROMPT = list(range(400, 500))
