@@ -210,6 +210,7 @@ def test_fifty_prompts_at_once_are_computed_once(served: Served) -> None:
     assert max(r["decode_computed_tokens"] for r in records) <= block
 
 
+@pytest.mark.slow
 def test_five_hundred_random_cancels_leave_nothing_within_two_seconds(served: Served) -> None:
     """Kinds: Ray Serve cancellation holes; disconnect does not stop generation; the gap between the legs."""
     rng = random.Random(9)
@@ -239,6 +240,7 @@ def test_five_hundred_random_cancels_leave_nothing_within_two_seconds(served: Se
     wait_for(lambda: [r["kv_used_blocks"] for r in served.replicas()] == start, 2, "the start level of blocks")
 
 
+@pytest.mark.slow
 def test_ten_cancelled_long_prefills_do_not_delay_the_next_short_prompt(served: Served, http: httpx.Client) -> None:
     """Kind: cancel before the first token. As long as the model allows; what runs on is one chunk of the budget."""
 
