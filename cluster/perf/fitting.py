@@ -43,8 +43,16 @@ class Fit:
 def _row(sample: StepSample) -> list[float]:
     new = sum(n for n, _ in sample.prefill)
     pairs = sum(n * (c + 0.5 * n) for n, c in sample.prefill)
-    tokens = new + sample.decode_batch
-    return [1.0, tokens, pairs, sample.decode_batch, sample.decode_context_tokens, len(sample.prefill)]
+    return [1.0, new, pairs, sample.decode_batch, sample.decode_context_tokens, len(sample.prefill)]
+
+
+def _coefficients(solution: Sequence[float]) -> Coefficients:
+    """What a prompt's token and a decoding sequence cost, as a part that they share and what either costs beyond it."""
+    fixed, prompt_token, pair, sequence, context, chunk = solution
+    token = min(prompt_token, sequence)
+    return Coefficients(
+        fixed, token, pair, sequence - token, context, chunk_s=chunk, prompt_token_s=prompt_token - token
+    )
 
 
 def fit_steps(samples: Sequence[StepSample]) -> Fit:
@@ -68,7 +76,7 @@ def fit_steps(samples: Sequence[StepSample]) -> Fit:
         residuals = np.abs(relative / scale @ solution - 1)
         spread = max(float(np.median(residuals)), 1e-3)
         weights = np.sqrt(np.minimum(1.0, HUBER * spread / np.maximum(residuals, 1e-12)))
-    coefficients = Coefficients(*(float(v) for v in solution / scale))
+    coefficients = _coefficients([float(v) for v in solution / scale])
     return Fit(coefficients, residuals_of(coefficients, samples))
 
 

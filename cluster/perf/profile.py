@@ -1,10 +1,11 @@
 """A fitted profile: step times of one engine as it was measured, with provenance and residuals.
 
 The model is linear in what an iteration does,
-`t = fixed + chunk * prompt chunks + token * tokens + pair * attended pairs + sequence * batch + context * KV tokens
-read`, where `tokens` counts prompt, decode and draft tokens and a chunk of n new tokens behind c cached ones attends
-`n * (c + n / 2)` pairs. A file is JSON or YAML; it states what was measured, on what, with which command, and how
-well it fits.
+`t = fixed + chunk * prompt chunks + token * tokens + prompt_token * prompt tokens + pair * attended pairs + sequence *
+batch + context * KV tokens read`, where `tokens` counts prompt, decode and draft tokens and a chunk of n new tokens
+behind c cached ones attends `n * (c + n / 2)` pairs. Where decoding a few tokens costs no more than reading the
+weights, `prompt_token` is what a prompt's token costs beyond that. A file is JSON or YAML; it states what was
+measured, on what, with which command, and how well it fits.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ FORMAT = 1
 @dataclass(frozen=True, slots=True)
 class Coefficients:
     """Seconds a step, a token, an attended pair, a decoding sequence, a KV token read, a prompt chunk; a transfer and
-    its byte."""
+    its byte; a prompt token beyond `token_s`."""
 
     fixed_s: float
     token_s: float
@@ -36,6 +37,7 @@ class Coefficients:
     chunk_s: float = 0.0
     transfer_fixed_s: float = 0.0
     transfer_byte_s: float = 0.0
+    prompt_token_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +90,15 @@ class ProfileTimes(StepTimes):
         draft_tokens: int = 0,
     ) -> float:
         c = self.coefficients
-        tokens, pairs = decode_batch + draft_tokens, 0.0
+        prompt, pairs = 0, 0.0
         for new, context in prefill:
-            tokens += new
+            prompt += new
             pairs += new * (context + 0.5 * new)
         return (
             c.fixed_s
             + c.chunk_s * len(prefill)
-            + c.token_s * tokens
+            + c.token_s * (prompt + decode_batch + draft_tokens)
+            + c.prompt_token_s * prompt
             + c.pair_s * pairs
             + c.sequence_s * decode_batch
             + c.context_token_s * decode_context_tokens

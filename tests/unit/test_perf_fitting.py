@@ -41,6 +41,16 @@ def test_coefficients_are_never_negative() -> None:
     assert min(c.fixed_s, c.token_s, c.pair_s, c.sequence_s, c.context_token_s) >= 0
 
 
+def test_decoding_may_be_nearly_free_where_prompts_are_not() -> None:
+    """A few decoding sequences cost one reading of the weights; every prompt token costs its computation."""
+    samples = [StepSample(((n, 0),), 0, 0, 0.010 + 5e-4 * n) for n in (16, 64, 256, 1024)]
+    samples += [StepSample((), b, 0, 0.010 + 1e-5 * b) for b in (1, 2, 4, 8)]
+    fit = fit_steps(samples)
+    assert fit.residuals["all"].max < 1e-6
+    assert (fit.coefficients.token_s, fit.coefficients.prompt_token_s) == (pytest.approx(1e-5), pytest.approx(4.9e-4))
+    assert ProfileTimes(fit.coefficients).step_s(((100, 0),), 3, 0) == pytest.approx(0.010 + 0.05 + 3e-5)
+
+
 def test_too_few_samples_and_impossible_durations_are_refused() -> None:
     with pytest.raises(ValueError, match="do not determine"):
         fit_steps(_samples(0.0)[:4])
