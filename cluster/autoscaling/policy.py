@@ -32,6 +32,8 @@ __all__ = ["State", "decide", "initial"]
 
 # A pool shrinks only to what would still be enough if the need were this much larger.
 DOWN_MARGIN = 1.1
+# Decisions until a replica that has just come or left shows in the routers' queue.
+SETTLE_INTERVALS = 2
 # Growth of the running sequences that is projected over a replica's start-up is at most this.
 GROWTH_MAX = 2.5
 
@@ -162,7 +164,8 @@ def _learn(state: State, seen: Observation, now: float) -> State:
 def _needs(state: State, seen: Observation, demand: Demand) -> dict[Role, Need]:
     settings = state.settings
     startup_s = {role: _startup_s(settings, pool) for role, pool in state.pools.items()}
-    queue = Queue(seen.queue_depth or 0.0, seen.oldest_wait_s or 0.0, state.queue_shrinks)
+    settled = state.seen_at_s - (state.settled_s or 0.0) >= SETTLE_INTERVALS * settings.interval_s
+    queue = Queue(seen.queue_depth or 0.0, seen.oldest_wait_s or 0.0, state.queue_shrinks, settled)
 
     def sized(role: Role, share: Queue) -> Need:
         pool, load = state.pools[role], seen.pools[role]

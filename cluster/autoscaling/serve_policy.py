@@ -27,6 +27,8 @@ from cluster.messages import Role
 log = logging.getLogger("ray.serve")
 
 ROUTER = "router"
+# Ten seconds between pushes, Serve's default, are too coarse: a request that wakes a pool would wait for the next one.
+PUSH_S = 1.0
 # Data older than this many push intervals is no data.
 STALE_INTERVALS = 4
 
@@ -225,7 +227,8 @@ def deployment_autoscaling(config: ClusterConfig, role: Role | None) -> dict[str
     """`autoscaling_config` of a pool's deployment, or of the router's (`role` None); None where it is off.
 
     Serve's own delays and factors are neutral: hysteresis is the policy's. The router has as many replicas as
-    configured, but needs an autoscaling config for its metrics to reach the policy.
+    configured, but needs an autoscaling config for its metrics to reach the policy. Replicas push them every
+    `metrics_interval_s`; the environment variable that is to replace this field has no effect on replicas in Ray 2.60.
     """
     if config.autoscaling.policy == "off":
         return None
@@ -233,6 +236,7 @@ def deployment_autoscaling(config: ClusterConfig, role: Role | None) -> dict[str
         "upscale_delay_s": 0.0,
         "downscale_delay_s": 0.0,
         "downscale_to_zero_delay_s": 0.0,
+        "metrics_interval_s": min(PUSH_S, config.autoscaling.interval_s),
     }
     if role is None:
         n = config.router.replicas

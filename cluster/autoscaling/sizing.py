@@ -40,11 +40,17 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """The part of the routers' queue that one pool is answerable for. `shrinks`: it is shorter than a while ago."""
+    """The part of the routers' queue that one pool is answerable for.
+
+    Attributes:
+        shrinks: it is shorter than a while ago.
+        settled: replicas came or left long enough ago that the queue shows it.
+    """
 
     depth: float = 0.0
     oldest_wait_s: float = 0.0
     shrinks: bool = False
+    settled: bool = True
 
 
 def prefill_need(
@@ -171,7 +177,7 @@ def _blind(load: PoolLoad, queue: Queue, limit_s: float) -> Need:
 def _impatient(need: Need, load: PoolLoad, queue: Queue, limit_s: float) -> Need:
     """Arrivals that throttle themselves (closed loop) hide the demand; the wait in front of the door does not."""
     there = load.ready + load.starting
-    if queue.oldest_wait_s > limit_s / 2 and not load.starting and need.replicas <= there * UP_MARGIN:
+    if queue.oldest_wait_s > limit_s / 2 and queue.settled and not load.starting and need.replicas <= there * UP_MARGIN:
         return Need(there + 1.0, "queue", f"oldest request waits {queue.oldest_wait_s:.1f} s", urgent=True)
     if queue.oldest_wait_s > limit_s / 2:
         return Need(need.replicas, need.reason, need.why, urgent=True)

@@ -503,6 +503,19 @@ def test_zero_and_back_wakes_both_pools():
     assert plant.counters.running == 0
 
 
+def test_one_request_wakes_one_replica_however_old_the_news_of_it_is():
+    """Routers tell of their queue now and then: the same wait is seen again after the replica has come."""
+    state = initial(config(prefill=PoolSettings(0, 4), decode=PoolSettings(0, 4)))
+    waits = {"requests": {"started": 1.0}, "queue_depth": 1.0, "oldest_wait_s": 10.0}
+    targets = []
+    for tick, ready in enumerate((0, 0, 1, 1), 1):
+        starting = 1 if tick == 2 else 0
+        pool = PoolLoad(ready, starting)
+        state, decision = decide(state, observed(pool, pool, **waits), TICK_S * tick)
+        targets.append(tuple(decision.targets.values()))
+    assert set(targets) == {(1, 1)}
+
+
 # ---- feedback
 
 
