@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from ray import serve
 from ray.serve import Application
-from ray.serve.config import RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
 from cluster.autoscaling.serve_policy import deployment_autoscaling
 from cluster.config import ClusterConfig, parse
@@ -79,7 +80,12 @@ def _pool(config: ClusterConfig, role: Role) -> Any:
 def _size(config: ClusterConfig, role: Role | None, replicas: int) -> dict[str, Any]:
     """A fixed number of replicas, or bounds within which the application's policy decides."""
     scaling = deployment_autoscaling(config, role)
-    return {"num_replicas": replicas} if scaling is None else {"autoscaling_config": scaling}
+    if scaling is None:
+        return {"num_replicas": replicas}
+    with warnings.catch_warnings():
+        # `metrics_interval_s` is announced to go, but so far nothing else sets how often replicas push.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return {"autoscaling_config": AutoscalingConfig(**scaling)}
 
 
 def ray_options(config: ClusterConfig, role: Role) -> dict[str, Any]:

@@ -248,8 +248,3 @@ def deployment_autoscaling(config: ClusterConfig, role: Role | None) -> dict[str
         "initial_replicas": replicas.start,
         **shared,
     }
-
-
-def environment(config: ClusterConfig) -> dict[str, str]:
-    """Environment of Ray's processes, set before Ray starts: how often replicas push their metrics."""
-    return {"RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": f"{config.autoscaling.interval_s:g}"}
