@@ -79,8 +79,6 @@ class LocalCluster:
         with contextlib.suppress(Exception):
             serve.delete(self.config.name, _blocking=True)
         tell("Ray")
-        # A deployment that still waits in its thread would start Ray anew with its next question.
-        os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
         # The application is gone, with its engines; Ray ends what is left. Serve's own shutdown before that would only
         # race with it.
         ray.shutdown()
