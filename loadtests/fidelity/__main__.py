@@ -57,7 +57,7 @@ def measured(plan: Plan, folder: Path, again: bool) -> list[dict[str, Any]]:
     sessions: list[dict[str, Any]] = []
     if path.exists() and not again:
         kept = json.loads(path.read_text(encoding="utf-8"))
-        sessions = [s for s in kept if s["plan"] == plan.model_dump(mode="json", by_alias=True)]
+        sessions = [s for s in kept if s["plan"] == plan.key()]
         if len(sessions) < len(kept):
             err.print(f"{path}: runs of another plan are not used")
     loads = range(1, len(plan.rates_per_s) + 1)

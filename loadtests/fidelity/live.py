@@ -59,7 +59,7 @@ def run(
             say(name)
             runs.append(_one(session, load, plan.workload_of(load), began))
             say(f"{name}: {len(runs[-1]['requests'])} requests; {_condition(runs[-1])}")
-            keep({"plan": plan.model_dump(mode="json", by_alias=True), "runs": runs})
+            keep({"plan": plan.key(), "runs": runs})
 
 
 def is_valid(run: dict[str, Any]) -> bool:

@@ -59,6 +59,10 @@ class Plan(Section):
             raise ValueError("the workload needs one open arrival process with one rate")
         return self
 
+    def key(self) -> dict[str, Any]:
+        """What a measurement is of: everything that the file says."""
+        return self.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+
     def live(self, model: Path | None) -> dict[str, Any]:
         """The cluster as `pdserve serve` takes it."""
         if model is None:

@@ -78,14 +78,23 @@ def play(
 
 
 def measured_overheads(config: ClusterConfig, plan: Plan, session: dict[str, Any]) -> Overheads:
-    """From the probes: half of what a split request's prefill call takes beyond its compute, then what is left."""
+    """From the probes: half of what a split request's prefill call takes beyond its compute, then what is left.
+
+    Only what engines do not compute counts, so that step times which do not fit are not hidden in a constant.
+    """
     probes = session["runs"][0]
     live = live_records(probes, config.slo.to_slo())
     waits = [r.stage_s[Stage.PREFILL_QUEUE] for r in live if r.path is Path.SPLIT and Stage.PREFILL_QUEUE in r.stage_s]
     hop_s = median(waits) / 2 if waits else 0.0
     simulated = play(config, plan, {"runs": [probes]}, Overheads(hop_s, 0.0), 0)[0]
-    left = [a.ttft_s - b.ttft_s for a, b in zip(live, simulated, strict=True) if a.ttft_s and b.ttft_s]
+    left = [_around(a) - _around(b) for a, b in zip(live, simulated, strict=True) if a.ttft_s and b.ttft_s]
     return Overheads(hop_s, max(0.0, median(left)))
+
+
+def _around(record: RequestRecord) -> float:
+    """TTFT without what engines computed."""
+    computed = (record.stage_s.get(stage, 0.0) for stage in (Stage.PREFILL_COMPUTE, Stage.DECODE_STEP))
+    return (record.ttft_s or 0.0) - sum(computed)
 
 
 def measured_transfer(session: dict[str, Any]) -> tuple[float, float]:
