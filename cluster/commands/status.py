@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Annotated, Any
 
@@ -33,7 +34,11 @@ def command(
         return
     from rich.live import Live
 
-    with Live(render(fetch_status(url, api_key)), console=out, screen=out.is_terminal, auto_refresh=False) as live:
+    # Ctrl-C is how it ends.
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        Live(render(fetch_status(url, api_key)), console=out, screen=out.is_terminal, auto_refresh=False) as live,
+    ):
         while True:
             time.sleep(interval_s)
             live.update(render(fetch_status(url, api_key)), refresh=True)

@@ -30,7 +30,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         pool["replicas"] = {"min": 0, "max": 3, "initial": 1}
     made["engine"]["simulated"] |= {"kv_blocks": KV_BLOCKS, "max_num_seqs": 64}
     made["autoscaling"] |= {"downscale_delay_s": 10}
-    made["router"]["limits"] = {**made["router"]["limits"], "queue_s": 120}
     folder: Path = tmp_path_factory.mktemp("zero")
     running = Cluster(made, folder, Console(stderr=True))
     try:
