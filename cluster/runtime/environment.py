@@ -12,8 +12,6 @@ def ray_environment(config: ClusterConfig) -> dict[str, str]:
         # One loop per replica: with a loop of its own for user code, every chunk and call crosses threads twice.
         "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
         "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
-        # The autoscaling policy differences counters; ten seconds between pushes are too coarse for it.
-        "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
         "RAY_SERVE_LOG_TO_STDERR": "0",
         # What fails its health checks makes no progress, so it is killed: a graceful stop would wait for it (and with
         # it the GPU, or the routers' port) until the end of its drain time. Its requests have moved on before.

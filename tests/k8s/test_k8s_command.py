@@ -93,4 +93,4 @@ def test_what_cannot_be_read_is_one_line(capsys, tmp_path, text, words):
 def test_environment_is_lines_for_a_shell(capsys):
     out, _ = run(capsys, "environment", CONFIG)
     assert all(line.startswith("export ") for line in out.splitlines())
-    assert "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S=" in out
+    assert "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP=" in out
