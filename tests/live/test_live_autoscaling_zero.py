@@ -37,8 +37,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield running
     finally:
         running.stop()
-        if running.process is not None and running.process.stdout is not None:
-            running.process.stdout.close()
 
 
 @pytest.fixture
