@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from cluster.autoscale_report import baselines, oracle
 from cluster.autoscale_report.evaluate import INTERVAL_S, Result, run
@@ -20,12 +20,15 @@ from cluster.sim.scaling import GoodputDriver, Policy
 from cluster.workload.arrival import Arrival
 
 TARGET = 0.95
-PREFILL_TARGETS = (1, 2, 4)
-DECODE_TARGETS = (16, 32, 64, 96)
+PREFILL_TARGETS: tuple[float, ...] = (1, 2, 4)
+DECODE_TARGETS: tuple[float, ...] = (16, 32, 64, 96)
 # (up, down) as shares of the limit. An idle decode step takes 0.4 of the TPOT limit here, so its band lies above that.
 TTFT_BANDS = ((0.3, 0.15), (0.5, 0.25))
 TPOT_BANDS = ((0.7, 0.5), (0.85, 0.6))
 Tell = Callable[[str], None]
+P = TypeVar("P")
+D = TypeVar("D")
+S = TypeVar("S")
 
 
 class OutOfTime(Exception):
@@ -92,18 +95,13 @@ def goodput(fleet: Fleet) -> Policy:
 
 
 def _queue_length(wanted: float, one: Callable[..., Result]) -> tuple[Result, str]:
-    """Targets tuned one pool after the other: the cheapest that attains what is wanted, or the best attainment."""
-
     def tried(prefill: float, decode: float) -> tuple[Result, tuple[float, float]]:
         def make(fleet: Fleet) -> Policy:
             return baselines.QueueLength(baselines.bounds(fleet), {Role.PREFILL: prefill, Role.DECODE: decode})
 
         return one(f"queue length {prefill}/{decode}", make), (prefill, decode)
 
-    runs = [tried(PREFILL_TARGETS[0], d) for d in DECODE_TARGETS]
-    _, (_, best_decode) = _cheapest(runs, wanted)
-    runs += [tried(p, best_decode) for p in PREFILL_TARGETS[1:]]
-    result, (prefill, decode) = _cheapest(runs, wanted)
+    result, (prefill, decode) = _one_after_the_other(PREFILL_TARGETS, DECODE_TARGETS, tried, wanted)
     return result, f"target_ongoing {prefill}/{decode}"
 
 
@@ -118,10 +116,7 @@ def _mean_latency(wanted: float, one: Callable[..., Result]) -> tuple[Result, st
 
         return one(f"mean latency {ttft} {tpot}", make), (ttft, tpot)
 
-    runs = [tried(TTFT_BANDS[0], band) for band in TPOT_BANDS]
-    _, (_, best) = _cheapest(runs, wanted)
-    runs += [tried(band, best) for band in TTFT_BANDS[1:]]
-    result, (ttft, tpot) = _cheapest(runs, wanted)
+    result, (ttft, tpot) = _one_after_the_other(TTFT_BANDS, TPOT_BANDS, tried, wanted)
     return result, f"up/down at {ttft[0]:g}/{ttft[1]:g} TTFT, {tpot[0]:g}/{tpot[1]:g} TPOT"
 
 
@@ -161,9 +156,18 @@ def _schedule(scenario: Scenario, arrivals: list[Arrival], store: Store, tell: T
     return sizes
 
 
-def _cheapest(runs: Iterable[tuple[Result, Any]], wanted: float) -> tuple[Result, Any]:
+def _one_after_the_other(
+    prefill: Sequence[P], decode: Sequence[D], tried: Callable[[P, D], tuple[Result, tuple[P, D]]], wanted: float
+) -> tuple[Result, tuple[P, D]]:
+    """Tune decode's setting under the first one of prefill, then prefill's under the best one of decode."""
+    runs = [tried(prefill[0], d) for d in decode]
+    _, (_, best) = _cheapest(runs, wanted)
+    runs += [tried(p, best) for p in prefill[1:]]
+    return _cheapest(runs, wanted)
+
+
+def _cheapest(runs: Sequence[tuple[Result, S]], wanted: float) -> tuple[Result, S]:
     """The smallest bill among those that attain what is wanted; where none does, the best attainment."""
-    runs = list(runs)
     good = [r for r in runs if r[0].attainment >= wanted]
     if good:
         return min(good, key=lambda r: r[0].replica_h)

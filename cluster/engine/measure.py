@@ -11,6 +11,7 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -113,6 +114,29 @@ class Meter:
                     if batch in (4, 16) and context == 256 and prompt + batch <= budget:
                         await self._batch(batch, context, prompt, measured)
         return measured
+
+    async def slowdown(
+        self, neighbour: Callable[[], AbstractContextManager[None]], rounds: int = 6
+    ) -> dict[str, float]:
+        """By how much longer steps take while something else of the host computes, by kind of step (0.3: 30%).
+
+        With and without in turn, so that a machine that drifts does not matter.
+
+        Args:
+            neighbour: computes as long as its block runs.
+        """
+        alone: dict[str, list[float]] = {"prefill": [], "decode": []}
+        beside: dict[str, list[float]] = {"prefill": [], "decode": []}
+        for number in range(rounds):
+            for into, around in ((alone, nullcontext()), (beside, neighbour())):
+                self._progress(f"{'beside other work' if into is beside else 'alone'}, {number + 1} of {rounds}")
+                with around:
+                    measured = Measured()
+                    await self._prompt(min(512, self._engine.info.max_num_batched_tokens), measured)
+                    await self._batch(2, 256, None, measured)
+                for sample in measured.samples:
+                    into[sample.kind].append(sample.duration_s)
+        return {kind: median(beside[kind]) / median(alone[kind]) - 1 for kind in alone}
 
     async def _start(self, prompt_tokens: int, output_tokens: int) -> _Stream:
         self._number += 1

@@ -58,11 +58,14 @@ class Profile:
         provenance: model, engine and version, device, layout, data types, host, command, time, and any scaling
             (sampled layers); free-form strings and numbers.
         residuals: by kind of step: `prefill`, `decode`, `all`; `held_out` where samples were kept apart.
+        host_slowdown: by how much longer a step takes for each other engine of the host that computes; None: not
+            measured.
     """
 
     coefficients: Coefficients
     provenance: Mapping[str, Any] = field(default_factory=dict)
     residuals: Mapping[str, Residuals] = field(default_factory=dict)
+    host_slowdown: float | None = None
 
     def times(self) -> ProfileTimes:
         return ProfileTimes(self.coefficients)
@@ -73,6 +76,7 @@ class Profile:
             "coefficients": asdict(self.coefficients),
             "provenance": dict(self.provenance),
             "residuals": {kind: asdict(r) for kind, r in self.residuals.items()},
+            "host_slowdown": self.host_slowdown,
         }
 
 
@@ -148,4 +152,5 @@ def read_profile(path: str | Path) -> Profile:
         raise UserError(f"profile: {path}: coefficients.{bad[0]} is {raw[bad[0]]!r}, not a number of at least 0")
     residuals = {kind: Residuals(**r) for kind, r in (data.get("residuals") or {}).items()}
     values = {"pair_s": 0.0, "sequence_s": 0.0, "context_token_s": 0.0, **{k: float(v) for k, v in raw.items()}}
-    return Profile(Coefficients(**values), data.get("provenance") or {}, residuals)
+    slowdown = data.get("host_slowdown")
+    return Profile(Coefficients(**values), data.get("provenance") or {}, residuals, slowdown)

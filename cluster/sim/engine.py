@@ -17,6 +17,7 @@ from cluster.engine.scheduler.scheduler import Scheduler
 from cluster.engine.scheduler.sequence import Sequence
 from cluster.engine.scheduler.step import Load, Output, Step
 from cluster.perf.times import StepTimes
+from cluster.sim.host import Host
 from cluster.sim.kernel import Kernel, Timer
 
 # Longer runs gain little, and a cut one throws its tail away.
@@ -32,6 +33,7 @@ class SimEngine:
 
     Attributes:
         slowdown: multiplies every step's time (a slow node); takes effect with the next step.
+        host: what slows this engine while others of it compute; None: nothing.
         stalled: no step is begun any more; requests are accepted and wait.
         watch: called with (start, end, iterations, step) of every event.
     """
@@ -50,6 +52,7 @@ class SimEngine:
     ) -> None:
         self.scheduler = Scheduler(config, times, rng, record_events=record_events)
         self.slowdown = 1.0
+        self.host: Host | None = None
         self.stalled = self.stopped = False
         self.watch: Callable[[float, float, int, Step], None] | None = None
         # End of every iteration, by its number.
@@ -95,6 +98,8 @@ class SimEngine:
         self.stopped = True
         if self._timer:
             self._timer.cancel()
+        if self.host is not None:
+            self.host.end(self)
 
     def sync(self) -> None:
         """Complete the iterations of a long step that are over, so that what is seen is of this moment."""
@@ -152,15 +157,25 @@ class SimEngine:
             return
         step = self.scheduler.schedule(started_s, self._max_repeats)
         if step is not None:
-            durations = step.durations_s
-            if self.slowdown != 1.0:
-                durations = [d * self.slowdown for d in durations]
+            durations, slowdown = step.durations_s, self.slowdown
+            if self.host is not None:
+                slowdown *= self.host.begin(self, self._stretch)
+            if slowdown != 1.0:
+                durations = [d * slowdown for d in durations]
             self._step, self._started_s, self._told = step, started_s, 0
             self._ends = list(accumulate(durations, initial=started_s))[1:]
             self._timer = self._kernel.at(self._ends[-1], self._step_over)
         for load in self.scheduler.take_loads():
             assert self._on_load is not None, "a ticket needs somebody to pull its KV"
             self._on_load(load)
+
+    def _stretch(self, factor: float) -> None:
+        """What is left of the running step takes `factor` times as long."""
+        assert self._timer is not None
+        now = self._kernel.now
+        self._ends = [end if end <= now else now + (end - now) * factor for end in self._ends]
+        self._timer.cancel()
+        self._timer = self._kernel.at(self._ends[-1], self._step_over)
 
     def _step_over(self) -> None:
         outputs = self._complete(len(self._ends))
@@ -175,6 +190,8 @@ class SimEngine:
         step, ends = self._step, self._ends[:passed]
         self._step, self._ends = None, []
         self._timer.cancel()
+        if self.host is not None:
+            self.host.end(self)
         self.step_ends_s.extend(ends)
         self.busy_s += ends[-1] - self._started_s
         if self.watch:

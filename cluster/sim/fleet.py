@@ -20,6 +20,7 @@ from cluster.errors import BadRequest, LeaseExpired, RequestError, TransferFaile
 from cluster.goodput.accounting import GoodputCounters
 from cluster.messages import Path, Placement, Rejection, Request, RequestRecord, Role, WorkerState
 from cluster.sim.engine import MAX_REPEATS
+from cluster.sim.host import Host
 from cluster.sim.kernel import Kernel, Timer
 from cluster.sim.request import Leg, RequestRun
 from cluster.sim.worker import SimWorker
@@ -138,6 +139,8 @@ class Fleet:
         self.records: list[RequestRecord] = []
         self.counters = GoodputCounters()
         self.log = Log()
+        slowdown = self.specs[Role.DECODE].settings.host_slowdown
+        self._host = Host(slowdown) if slowdown else None
         self._legs: dict[str, Leg] = {}
         self._queued: dict[str, tuple[RequestRun, msg.Place]] = {}
         self._pumping = False
@@ -175,6 +178,7 @@ class Fleet:
             record_events=True,
         )
         self.workers[worker.worker_id] = worker
+        worker.engine.host = self._host
         if self.options.timeline:
             worker.engine.watch = partial(self._watch, worker.worker_id)
         faults = spec.settings.faults

@@ -14,7 +14,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean
@@ -27,7 +26,6 @@ from cluster.config import ClusterConfig
 from cluster.errors import UserError
 from cluster.perf.profile import read_profile, write_profile
 from loadtests.fidelity import live, simulator
-from loadtests.fidelity.busy import busy_cores
 from loadtests.fidelity.compare import Agreement, Figures, agreement, errors, figures, largest
 from loadtests.fidelity.model import write_model
 from loadtests.fidelity.plan import PARTS, Plan, load, twin
@@ -69,8 +67,7 @@ def measured(plan: Plan, folder: Path, again: bool) -> list[dict[str, Any]]:
             latest[:] = [session]
             path.write_text(json.dumps([*sessions, session], indent=1), encoding="utf-8")
 
-        with _machine(plan):
-            live.run(plan, missing, _model(plan, folder), folder, err.print, keep)
+        live.run(plan, missing, _model(plan, folder), folder, err.print, keep)
         sessions += latest
     return [next((s for s in sessions if _valid_run(s, load)), sessions[-1]) for load in loads]
 
@@ -90,9 +87,8 @@ def fitted(plan: Plan, folder: Path, again: bool) -> Path | None:
     config.write_text(yaml.safe_dump(plan.live(_model(plan, folder))), encoding="utf-8")
     err.print("measuring one engine")
     command = [sys.executable, "-m", "cluster.cli", "fit", str(config), "--out", str(path)]
-    command += ["--samples", str(folder / "samples.csv"), "--max-batch", "8"]
-    with _machine(plan):
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    command += ["--samples", str(folder / "samples.csv"), "--max-batch", "8", "--beside"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     (folder / "fit.log").write_text(done.stdout, encoding="utf-8")
     if done.returncode:
         raise UserError(f"pdserve fit failed; see {folder / 'fit.log'}")
@@ -126,11 +122,7 @@ def _twin(plan: Plan, session: dict[str, Any], profile: Path | None, folder: Pat
     whole = replace(fit, coefficients=replace(fit.coefficients, transfer_fixed_s=fixed_s, transfer_byte_s=byte_s))
     path = folder / "profile.json"
     write_profile(whole, path)
-    return twin(plan, path, dict(fit.provenance))
-
-
-def _machine(plan: Plan) -> AbstractContextManager[None]:
-    return busy_cores() if plan.busy_cores else nullcontext()
+    return twin(plan, path, {**fit.provenance, "host_slowdown": fit.host_slowdown or 0.0})
 
 
 def _model(plan: Plan, folder: Path) -> Path | None:

@@ -40,7 +40,6 @@ class Plan(Section):
         rates_per_s: arrival rates; each is `workload` at that rate, with a seed of its own.
         fit: the simulator takes its step times from a profile that `pdserve fit` measures on this engine.
         shape: served instead of `cluster.model`.
-        busy_cores: see busy.py.
     """
 
     description: str
@@ -51,7 +50,6 @@ class Plan(Section):
     rates_per_s: tuple[float, ...] = Field(min_length=1)
     fit: bool = False
     shape: Shape | None = None
-    busy_cores: bool = False
 
     @model_validator(mode="after")
     def _open(self) -> Plan:
@@ -97,6 +95,7 @@ def twin(plan: Plan, profile: Path | None, fitted: dict[str, Any] | None) -> Clu
             "block_size_tokens": fitted["block_size_tokens"],
             "max_num_batched_tokens": fitted["max_num_batched_tokens"],
             "max_num_seqs": fitted["max_num_seqs"],
+            "host_slowdown": fitted["host_slowdown"],
         },
     }
     return parse({**plan.cluster, "engine": engine})

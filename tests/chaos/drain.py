@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster.messages import Role
+from cluster.runtime.local import free_port
 from tests.chaos.clients import Ask, Clients
 from tests.chaos.run import MODEL, VOCAB_HIGH, VOCAB_LOW, config, settled, simulated_asks
 
@@ -163,12 +164,12 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=6)
     parser.add_argument("--streams", type=int, default=2, help="clients with streams of a minute")
     parser.add_argument("--settle-s", type=float, default=10)
-    parser.add_argument("--port", type=int, default=8178)
+    parser.add_argument("--port", type=int, default=0, help="0: a free one")
     args = parser.parse_args()
     # Whoever ends this run early must not leave the cluster behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     console = Console(stderr=True, highlight=False)
-    settings = config("simulated", args.port, args.prefill, args.decode, routers=2)
+    settings = config("simulated", args.port or free_port("127.0.0.1"), args.prefill, args.decode, routers=2)
     settings["engine"]["simulated"] |= {
         "linear": {"fixed_ms": STEP_S * 1e3, "per_prefill_token_us": 150},
     }

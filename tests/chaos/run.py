@@ -24,6 +24,7 @@ import httpx
 import yaml
 from rich.console import Console
 
+from cluster.runtime.local import free_port
 from tests.chaos.clients import Ask, Clients
 from tests.chaos.faults import Breaker, Processes
 from tests.chaos.report import Campaign, read, show, summarize
@@ -214,7 +215,9 @@ def campaign(args: argparse.Namespace, seed: int, faults: int, console: Console)
     with tempfile.TemporaryDirectory(prefix="pdserve-chaos-") as temporary:
         folder = Path(args.keep or temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        cluster = Cluster(config(args.engine, args.port, args.prefill, args.decode, args.routers), folder, console)
+        # A port of its own: one that was just left has connections in TIME_WAIT and cannot be listened on.
+        port = args.port or free_port("127.0.0.1")
+        cluster = Cluster(config(args.engine, port, args.prefill, args.decode, args.routers), folder, console)
         try:
             cluster.start()
             return asyncio.run(drive(args, cluster, seed, faults, console))
@@ -249,7 +252,7 @@ def main() -> None:
     parser.add_argument("--campaigns", type=int, default=1, help="clusters that share the faults, one after the other")
     parser.add_argument("--record", help="write each campaign beside this path, as PATH.SEED.json")
     parser.add_argument("--add", nargs="*", default=[], help="campaigns recorded before; their faults count")
-    parser.add_argument("--port", type=int, default=8177)
+    parser.add_argument("--port", type=int, default=0, help="0: a free one for each campaign")
     parser.add_argument("--keep", help="folder for the cluster's log instead of a temporary one")
     args = parser.parse_args()
     # Whoever ends this run early must not leave the cluster behind.

@@ -103,9 +103,8 @@ def test_the_plans_can_be_run(part: str) -> None:
         assert len(requests) == pytest.approx(rate * workload.duration_s, rel=0.35)
         assert max(a.prompt_tokens + a.output_tokens for a in requests) < plan.cluster["model"]["max_model_len"]
     fitted = dict.fromkeys(("kv_total_blocks", "kv_bytes_per_token", "block_size_tokens", "max_num_seqs"), 64)
-    config = (
-        twin(plan, None, None) if not plan.fit else twin(plan, _profile(), fitted | {"max_num_batched_tokens": 1024})
-    )
+    more = {"max_num_batched_tokens": 1024, "host_slowdown": 0.3}
+    config = twin(plan, None, None) if not plan.fit else twin(plan, _profile(), fitted | more)
     assert config.engine.kind == "simulated"
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -26,6 +28,7 @@ class VirtualEngine:
     def __init__(self, fail_after: int | None = None) -> None:
         self.now = 0.0
         self.times = ProfileTimes(TRUE)
+        self.slowdown = 1.0
         self.info = WorkerInfo("w", "i", Role.DECODE, 16, 4096, 4096, 64, 2048, 2048)
         self._waiting: list[tuple[EngineRequest, Sink]] = []
         self._running: dict[str, tuple[Sink, int, int]] = {}
@@ -45,7 +48,7 @@ class VirtualEngine:
             new, self._waiting = self._waiting, []
             prompts = [(len(r.prompt_token_ids), 0) for r, _ in new]
             context = sum(tokens for _, tokens, _ in self._running.values())
-            step_s = self.times.step_s(prompts, len(self._running), context)
+            step_s = self.slowdown * self.times.step_s(prompts, len(self._running), context)
             self.now += step_s
             running, self._running = self._running, {}
             for request_id, (sink, tokens, left) in running.items():
@@ -68,6 +71,19 @@ class VirtualEngine:
 
 def _meter(engine: Any) -> Meter:
     return Meter(engine, lambda tokens: tokens, (5, 50), random.Random(1), clock=lambda: engine.now)
+
+
+async def test_what_another_engine_of_the_host_costs_is_measured_in_turn() -> None:
+    engine = VirtualEngine()
+
+    @contextmanager
+    def neighbour() -> Iterator[None]:
+        engine.slowdown = 1.3
+        yield
+        engine.slowdown = 1.0
+
+    measured = await _meter(engine).slowdown(neighbour)
+    assert measured == {"prefill": pytest.approx(0.3), "decode": pytest.approx(0.3, abs=0.01)}
 
 
 async def test_the_coefficients_of_a_known_engine_come_back() -> None:

@@ -90,6 +90,8 @@ class SimulatedSettings(Section):
         kv_blocks, kv_bytes_per_token: default: what the roofline's device has left beside the weights.
         startup_s: from creation to ready.
         speed: simulated seconds per real second, of a live engine.
+        host_slowdown: all engines share one host, as CPU engines of one machine do: by how much longer a step takes for
+            each other engine that computes meanwhile. In the simulator only; `pdserve fit --beside` measures it.
         token_ids: output tokens are drawn from these ids, bounds included: plain pieces of a byte-level vocabulary.
     """
 
@@ -115,6 +117,7 @@ class SimulatedSettings(Section):
     speculation: SpeculationSettings | None = None
     startup_s: float = Field(0.0, ge=0)
     speed: float = Field(1.0, gt=0)
+    host_slowdown: float = Field(0.0, ge=0)
     token_ids: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]] = (300, 1999)
     seed: int = 0
     faults: FaultSettings = FaultSettings()

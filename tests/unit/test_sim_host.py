@@ -1,0 +1,82 @@
+"""Engines of one host slow each other while they compute at the same time, by as much as the work overlaps."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from cluster.engine.scheduler.config import SchedulerConfig
+from cluster.engine.scheduler.sequence import Sequence
+from cluster.engine.scheduler.step import Output
+from cluster.perf.times import LinearTimes
+from cluster.sim.engine import SimEngine
+from cluster.sim.host import Host
+from cluster.sim.kernel import Kernel
+
+# A prompt of n tokens takes n ms, reading a token of KV 10 us.
+TIMES = LinearTimes(fixed_s=0.0, per_sequence_s=1e-5, nominal_context_tokens=1, per_prefill_token_s=1e-3)
+
+
+class Bench:
+    """Two engines on one host; `ends` holds when each request's prompt was computed."""
+
+    def __init__(self, slowdown: float, max_repeats: int = 128) -> None:
+        self.kernel, self.ends = Kernel(), {}
+        host = Host(slowdown)
+        self.engines = [self._engine(host, max_repeats) for _ in range(2)]
+
+    def _engine(self, host: Host, max_repeats: int) -> SimEngine:
+        config = SchedulerConfig(kv_blocks=1000, max_num_batched_tokens=4096)
+        engine = SimEngine(self.kernel, config, TIMES, random.Random(0), self._on_output, max_repeats=max_repeats)
+        engine.host = host
+        return engine
+
+    def _on_output(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            if output.finished:
+                self.ends[output.sequence.seq_id] = self.kernel.now
+
+    def submit(self, at_s: float, engine: int, name: str, prompt: int, output: int = 1) -> None:
+        sequence = Sequence(name, prompt, output)
+        self.kernel.at(at_s, self.engines[engine].submit, sequence)
+
+    def run(self) -> dict[str, float]:
+        self.kernel.run()
+        return self.ends
+
+
+def test_alone_nothing_is_slower() -> None:
+    bench = Bench(0.5)
+    bench.submit(0.0, 0, "a", 100)
+    bench.submit(0.2, 1, "b", 100)
+    assert bench.run() == {"a": pytest.approx(0.1), "b": pytest.approx(0.3)}
+
+
+def test_work_is_slower_by_what_overlaps_and_only_by_that() -> None:
+    bench = Bench(0.5)
+    bench.submit(0.0, 0, "a", 100)
+    bench.submit(0.04, 1, "b", 100)
+    # After 40 ms a has 60 ms left, which take 90; b has done 90 / 1.5 = 60 ms of its 100 by then.
+    assert bench.run() == {"a": pytest.approx(0.13), "b": pytest.approx(0.17)}
+
+
+def test_an_engine_that_stops_slows_nobody_any_more() -> None:
+    bench = Bench(1.0)
+    bench.submit(0.0, 0, "a", 100)
+    bench.submit(0.0, 1, "b", 100)
+    bench.kernel.at(0.1, bench.engines[1].stop)
+    # Half of a is done at 0.1 s.
+    assert bench.run() == {"a": pytest.approx(0.15)}
+
+
+@pytest.mark.parametrize("slowdown", [0.3, 1.0])
+def test_one_event_for_many_iterations_changes_nothing(slowdown: float) -> None:
+    ends = []
+    for max_repeats in (1, 128):
+        rng, bench = random.Random(3), Bench(slowdown, max_repeats)
+        for number in range(60):
+            bench.submit(rng.random() * 20, number % 2, str(number), rng.randrange(1, 300), rng.randrange(1, 60))
+        ends.append(bench.run())
+    assert len(ends[0]) == 60
+    assert ends[0] == {name: pytest.approx(end_s) for name, end_s in ends[1].items()}
