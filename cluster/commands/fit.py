@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from cluster.config import ClusterConfig
     from cluster.engine.measure import Measured
     from cluster.perf.fitting import StepSample
-    from cluster.perf.profile import Profile
+    from cluster.perf.profile import HostSlowdown, Profile
 
 
 def command(
@@ -29,6 +29,13 @@ def command(
     model: Annotated[
         str, typer.Option(help="without a config: embedded, smollm2, a path or a Hugging Face id")
     ] = "embedded",
+    url: Annotated[
+        str | None,
+        typer.Option(
+            help="instead of starting an engine: a running cluster with one replica a pool, measured as served"
+        ),
+    ] = None,
+    api_key: Annotated[str | None, typer.Option(help="with --url: an operator's key", envvar="PDSERVE_API_KEY")] = None,
     shape: Annotated[
         str | None,
         typer.Option(help="instead of an engine: random weights of this shape, e.g. llama3-8b, by torch alone"),
@@ -40,9 +47,6 @@ def command(
     dtype: Annotated[str, typer.Option(help="with --shape: bfloat16, float16 or float32")] = "bfloat16",
     repeats: Annotated[int, typer.Option(min=1, max=100, help="measurements of each prompt length")] = 4,
     max_batch: Annotated[int, typer.Option(min=1, help="largest decode batch")] = 32,
-    beside: Annotated[
-        bool, typer.Option("--beside", help="also measure how much slower steps are while another core computes")
-    ] = False,
     out: Annotated[Path, typer.Option(help="the profile: .json or .yaml")] = Path("profile.json"),
     samples_out: Annotated[Path | None, typer.Option("--samples", help="also write every sample, as CSV")] = None,
     json: Annotated[bool, typer.Option("--json", help="one JSON object on stdout")] = False,
@@ -52,6 +56,7 @@ def command(
     A fifth of the samples is held out of the fit and reported apart.
 
     Example: [bold]pdserve fit --out profiles/tiny-cpu.json[/bold]
+    Example: [bold]pdserve fit --url http://127.0.0.1:8000 --out profiles/served.json[/bold]
     Example: [bold]pdserve fit --shape llama3-8b --out profiles/llama3-8b.json[/bold]
     """
     from cluster.perf.fitting import fit_steps, residuals_of
@@ -59,14 +64,16 @@ def command(
 
     if dtype not in ("bfloat16", "float16", "float32"):
         raise UserError(f"dtype: {dtype!r} is not known; use bfloat16, float16 or float32")
-    if beside and shape is not None:
-        raise UserError("--beside measures an engine; leave --shape out")
-    slowdown: dict[str, float] = {}
+    if url is not None and (config is not None or shape is not None):
+        raise UserError("--url measures a running cluster; leave the config and --shape out")
+    slowdown: HostSlowdown | None = None
     with err.status("measuring") as status:
         if shape is not None:
             samples, provenance = _bench_shape(shape, tp, layers, dtype, repeats, status)
+        elif url is not None:
+            samples, provenance, slowdown = _bench_served(url, api_key, repeats, max_batch, status)
         else:
-            samples, provenance, slowdown = _bench_engine(config, model, repeats, max_batch, beside, status)
+            samples, provenance = _bench_engine(config, model, repeats, max_batch, status)
     kept, held = _hold_out(samples)
     fit = fit_steps(kept)
     residuals = dict(fit.residuals)
@@ -77,8 +84,7 @@ def command(
         "measured_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "host": f"{platform.machine()}, {platform.system()}",
     }
-    host_slowdown = max(0.0, sum(slowdown.values()) / len(slowdown)) if slowdown else None
-    profile = Profile(replace(fit.coefficients), provenance, residuals, host_slowdown)
+    profile = Profile(replace(fit.coefficients), provenance, residuals, slowdown)
     write_profile(profile, out)
     if samples_out is not None:
         _write_samples(samples, profile, samples_out)
@@ -94,8 +100,8 @@ def command(
         print(
             f"  {kind:10s} {r.samples:4d} samples   error: median {r.median:6.1%}  p90 {r.p90:6.1%}  max {r.max:6.1%}"
         )
-    for kind, share in slowdown.items():
-        print(f"  {kind} steps take {share:+.1%} while another core computes")
+    if slowdown is not None:
+        print(f"  beside the other pool: prompts {slowdown.prefill:+.1%}, decode steps {slowdown.decode:+.1%}")
     print(f"wrote {out}")
 
 
@@ -149,8 +155,8 @@ def _bench_shape(
 
 
 def _bench_engine(
-    path: Path | None, model: str, repeats: int, max_batch: int, beside: bool, status: Any
-) -> tuple[list[StepSample], dict[str, Any], dict[str, float]]:
+    path: Path | None, model: str, repeats: int, max_batch: int, status: Any
+) -> tuple[list[StepSample], dict[str, Any]]:
     import asyncio
 
     from cluster.config import load, parse
@@ -159,7 +165,7 @@ def _bench_engine(
     config = load(path) if path is not None else parse({"model": {"id": model}})
     # The decode pool's engine computes prompts as well. It runs as it will serve: the work that a KV connector adds to
     # every step belongs to the step's time.
-    measured, slowdown, info = asyncio.run(_measure(config, repeats, max_batch, beside, status))
+    measured, info = asyncio.run(_measure(config, repeats, max_batch, status))
     from importlib.metadata import PackageNotFoundError, version
 
     try:
@@ -176,6 +182,55 @@ def _bench_engine(
         "dtype": config.model.dtype,
         "tp": layout.tp,
         "pp": layout.pp,
+        **_limits(info, measured),
+    }
+    return measured.samples, provenance
+
+
+def _bench_served(
+    url: str, api_key: str | None, repeats: int, max_batch: int, status: Any
+) -> tuple[list[StepSample], dict[str, Any], HostSlowdown | None]:
+    import asyncio
+
+    from cluster.runtime.local import fetch_status
+
+    said = fetch_status(url, api_key)
+    measured, slowdown, info = asyncio.run(_measure_served(url, api_key, said, repeats, max_batch, status))
+    split = "prefill" in said["pools"]
+    provenance = {
+        "model": said["model"],
+        "engine": f"{said['engine']}, as served at {url}" + (", prompts by the prefill pool" if split else ""),
+        "device": info.accelerator_type or "CPU",
+        **_limits(info, measured),
+    }
+    return measured.samples, provenance, slowdown
+
+
+async def _measure_served(
+    url: str, api_key: str | None, said: dict[str, Any], repeats: int, max_batch: int, status: Any
+) -> tuple[Measured, HostSlowdown | None, Any]:
+    import random
+
+    import httpx
+
+    from cluster.engine.measure import Meter
+    from cluster.engine.served import ServedEngine
+
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)
+    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=150, limits=limits) as http:
+        engine = ServedEngine(http, said)
+        split = "prefill" in said["pools"]
+        meter = Meter(
+            engine, int, (300, 1900), random.Random(), lambda line: status.update(f"measuring {line}"), mixed=not split
+        )
+        measured = await meter.run(repeats, max_batch)
+        return measured, await meter.host_slowdown() if split else None, engine.info
+
+
+def _limits(info: Any, measured: Measured) -> dict[str, Any]:
+    """What a simulated engine of this profile needs to know as well."""
+    return {
         "max_num_batched_tokens": info.max_num_batched_tokens,
         "max_num_seqs": info.max_num_seqs,
         "block_size_tokens": info.block_size_tokens,
@@ -183,17 +238,13 @@ def _bench_engine(
         "kv_bytes_per_token": info.kv_bytes_per_token,
         "request_overhead_s": round(median(measured.overhead_s), 6),
     }
-    return measured.samples, provenance, slowdown
 
 
-async def _measure(
-    config: ClusterConfig, repeats: int, max_batch: int, beside: bool, status: Any
-) -> tuple[Measured, dict[str, float], Any]:
+async def _measure(config: ClusterConfig, repeats: int, max_batch: int, status: Any) -> tuple[Measured, Any]:
     import random
 
     from cluster.engine.factory import create_engine
     from cluster.engine.measure import Meter
-    from cluster.engine.neighbour import neighbour
     from cluster.messages import Role
 
     status.update("starting the engine")
@@ -208,8 +259,6 @@ async def _measure(
         else:
             from cluster.engine.vllm.sampling import greedy
         meter = Meter(engine, greedy, (300, 1900), random.Random(0), lambda line: status.update(f"measuring {line}"))
-        measured = await meter.run(repeats, max_batch)
-        slowdown = await meter.slowdown(neighbour) if beside else {}
-        return measured, slowdown, engine.info
+        return await meter.run(repeats, max_batch), engine.info
     finally:
         await engine.shutdown()

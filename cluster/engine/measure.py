@@ -11,20 +11,22 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
-from cluster.engine.base import Engine, EngineDelta, EngineRequest
+from cluster.engine.base import EngineDelta, EngineRequest, Sink
 from cluster.errors import EngineFailed, PdserveError
+from cluster.messages import WorkerInfo
 from cluster.perf.fitting import StepSample
+from cluster.perf.profile import HostSlowdown
 
 PROMPTS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (32, 256, 1024, 4096)
 STEPS = 24
 GROUP = 8
+BESIDE_STEPS = 80
 DEADLINE_S = 120.0
 SAME_STEP_S = 3e-4
 
@@ -66,23 +68,35 @@ class _Stream:
             self.done.set()
 
 
+class Measurable(Protocol):
+    """What of the engine protocol a measurement needs."""
+
+    @property
+    def info(self) -> WorkerInfo: ...
+
+    async def start(self, request: EngineRequest, sink: Sink) -> None: ...
+
+
 class Meter:
     """Runs the measurements on one engine.
 
     Args:
         sampling: output tokens -> engine-specific parameters for exactly that many tokens.
         token_ids: range that prompts are drawn from; every prompt is new, so that no prefix is cached.
+        mixed: one engine computes prompts and decodes, so that steps which do both are measured as well.
     """
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Measurable,
         sampling: Callable[[int], Any],
         token_ids: tuple[int, int],
         rng: random.Random,
         progress: Callable[[str], None] = lambda _line: None,
         clock: Callable[[], float] = time.perf_counter,
+        mixed: bool = True,
     ) -> None:
+        self._mixed = mixed
         self._engine, self._sampling, self._ids, self._rng = engine, sampling, token_ids, rng
         self._clock = clock
         self._progress = progress
@@ -110,33 +124,36 @@ class Meter:
                     continue
                 self._progress(f"decode of {batch} sequences with {context} tokens of context")
                 await self._batch(batch, context, None, measured)
-                for prompt in (64, 512):
+                for prompt in (64, 512) if self._mixed else ():
                     if batch in (4, 16) and context == 256 and prompt + batch <= budget:
                         await self._batch(batch, context, prompt, measured)
         return measured
 
-    async def slowdown(
-        self, neighbour: Callable[[], AbstractContextManager[None]], rounds: int = 6
-    ) -> dict[str, float]:
-        """By how much longer steps take while something else of the host computes, by kind of step (0.3: 30%).
+    async def host_slowdown(self, rounds: int = 8) -> HostSlowdown:
+        """How much longer prompts take while the decode pool works, and decode steps while the prefill pool does.
 
-        With and without in turn, so that a machine that drifts does not matter.
-
-        Args:
-            neighbour: computes as long as its block runs.
+        Only where the two are different engines. Each round has its own undisturbed measurements, so that a machine
+        that drifts does not matter.
         """
-        alone: dict[str, list[float]] = {"prefill": [], "decode": []}
-        beside: dict[str, list[float]] = {"prefill": [], "decode": []}
+        prompt_tokens = min(512, self._engine.info.max_num_batched_tokens)
+        prompts, steps = [], []
         for number in range(rounds):
-            for into, around in ((alone, nullcontext()), (beside, neighbour())):
-                self._progress(f"{'beside other work' if into is beside else 'alone'}, {number + 1} of {rounds}")
-                with around:
-                    measured = Measured()
-                    await self._prompt(min(512, self._engine.info.max_num_batched_tokens), measured)
-                    await self._batch(2, 256, None, measured)
-                for sample in measured.samples:
-                    into[sample.kind].append(sample.duration_s)
-        return {kind: median(beside[kind]) / median(alone[kind]) - 1 for kind in alone}
+            self._progress(f"one pool beside the other, {number + 1} of {rounds}")
+            alone = Measured()
+            await self._prompt(prompt_tokens, alone)
+            streams = [await self._start(256, BESIDE_STEPS) for _ in range(2)]
+            await self._wait([s.settled for s in streams], streams)
+            late = await self._start(prompt_tokens, 1)
+            await self._wait([s.done for s in (*streams, late)], [*streams, late])
+            compute_s = late.compute_s or late.at[0] - late.started
+            prompts.append(compute_s / alone.samples[0].duration_s)
+            from_s, to_s = late.at[0] - compute_s, late.at[0]
+            gaps = list(itertools.pairwise(_merge(streams[0].at)))
+            beside = [b - a for a, b in gaps if a >= from_s and b <= to_s]
+            undisturbed = [b - a for a, b in gaps if b <= from_s or a >= to_s]
+            if len(beside) >= 4:
+                steps.append(median(beside) / median(undisturbed))
+        return HostSlowdown(max(0.0, median(prompts) - 1), max(0.0, median(steps) - 1) if steps else 0.0)
 
     async def _start(self, prompt_tokens: int, output_tokens: int) -> _Stream:
         self._number += 1
@@ -173,10 +190,11 @@ class Meter:
             late = await self._start(prompt, 1)
         everybody = [*streams, late] if late else streams
         await self._wait([s.done for s in everybody], everybody)
-        # Only steps in which all sequences decoded: from the last first token to the first last token.
-        begin, end = max(s.at[0] for s in streams), min(s.at[-1] for s in streams)
-        steps = sorted({t for s in streams for t in s.at if begin <= t <= end})
-        steps = _merge(steps)
+        # Only steps in which all sequences decoded: from the last first token to the first last token, as the sequence
+        # that came last saw them.
+        last = max(streams, key=lambda s: s.at[0])
+        end = min(s.at[-1] for s in streams)
+        steps = _merge([t for t in last.at if t <= end])
         if late is None:
             gaps = [(b - a, sum(_context(s, a) for s in streams)) for a, b in itertools.pairwise(steps)]
             for i in range(0, len(gaps) - GROUP + 1, GROUP):
@@ -199,7 +217,7 @@ def _context(stream: _Stream, at: float) -> int:
 
 
 def _merge(steps: list[float]) -> list[float]:
-    """Outputs of one step are handed on one after the other, within a fraction of a millisecond: one instant."""
+    """Several tokens of one step (speculation) come within a fraction of a millisecond: one instant."""
     merged: list[float] = []
     for t in steps:
         if merged and t - merged[-1] < SAME_STEP_S:

@@ -51,6 +51,15 @@ class Residuals:
 
 
 @dataclass(frozen=True, slots=True)
+class HostSlowdown:
+    """By how much longer an engine's steps take for each other engine of the same host that computes meanwhile (0.3:
+    30%). Engines on CPU share caches, memory bandwidth or execution units; GPUs do not."""
+
+    prefill: float = 0.0
+    decode: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Profile:
     """What `pdserve fit` writes.
 
@@ -58,14 +67,13 @@ class Profile:
         provenance: model, engine and version, device, layout, data types, host, command, time, and any scaling
             (sampled layers); free-form strings and numbers.
         residuals: by kind of step: `prefill`, `decode`, `all`; `held_out` where samples were kept apart.
-        host_slowdown: by how much longer a step takes for each other engine of the host that computes; None: not
-            measured.
+        host_slowdown: None: not measured.
     """
 
     coefficients: Coefficients
     provenance: Mapping[str, Any] = field(default_factory=dict)
     residuals: Mapping[str, Residuals] = field(default_factory=dict)
-    host_slowdown: float | None = None
+    host_slowdown: HostSlowdown | None = None
 
     def times(self) -> ProfileTimes:
         return ProfileTimes(self.coefficients)
@@ -76,7 +84,7 @@ class Profile:
             "coefficients": asdict(self.coefficients),
             "provenance": dict(self.provenance),
             "residuals": {kind: asdict(r) for kind, r in self.residuals.items()},
-            "host_slowdown": self.host_slowdown,
+            "host_slowdown": asdict(self.host_slowdown) if self.host_slowdown else None,
         }
 
 
@@ -152,5 +160,5 @@ def read_profile(path: str | Path) -> Profile:
         raise UserError(f"profile: {path}: coefficients.{bad[0]} is {raw[bad[0]]!r}, not a number of at least 0")
     residuals = {kind: Residuals(**r) for kind, r in (data.get("residuals") or {}).items()}
     values = {"pair_s": 0.0, "sequence_s": 0.0, "context_token_s": 0.0, **{k: float(v) for k, v in raw.items()}}
-    slowdown = data.get("host_slowdown")
+    slowdown = HostSlowdown(**data["host_slowdown"]) if data.get("host_slowdown") else None
     return Profile(Coefficients(**values), data.get("provenance") or {}, residuals, slowdown)

@@ -16,6 +16,7 @@ from cluster.engine.scheduler.config import SchedulerConfig
 from cluster.engine.scheduler.scheduler import Scheduler
 from cluster.engine.scheduler.sequence import Sequence
 from cluster.engine.scheduler.step import Load, Output, Step
+from cluster.perf.profile import HostSlowdown
 from cluster.perf.times import StepTimes
 from cluster.sim.host import Host
 from cluster.sim.kernel import Kernel, Timer
@@ -33,7 +34,7 @@ class SimEngine:
 
     Attributes:
         slowdown: multiplies every step's time (a slow node); takes effect with the next step.
-        host: what slows this engine while others of it compute; None: nothing.
+        host: where other engines that compute slow this one, by `host_slowdown`; None: they do not.
         stalled: no step is begun any more; requests are accepted and wait.
         watch: called with (start, end, iterations, step) of every event.
     """
@@ -53,6 +54,7 @@ class SimEngine:
         self.scheduler = Scheduler(config, times, rng, record_events=record_events)
         self.slowdown = 1.0
         self.host: Host | None = None
+        self.host_slowdown = HostSlowdown()
         self.stalled = self.stopped = False
         self.watch: Callable[[float, float, int, Step], None] | None = None
         # End of every iteration, by its number.
@@ -159,7 +161,8 @@ class SimEngine:
         if step is not None:
             durations, slowdown = step.durations_s, self.slowdown
             if self.host is not None:
-                slowdown *= self.host.begin(self, self._stretch)
+                own = self.host_slowdown.prefill if step.chunks else self.host_slowdown.decode
+                slowdown *= self.host.begin(self, own, self._stretch)
             if slowdown != 1.0:
                 durations = [d * slowdown for d in durations]
             self._step, self._started_s, self._told = step, started_s, 0

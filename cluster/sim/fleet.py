@@ -139,8 +139,7 @@ class Fleet:
         self.records: list[RequestRecord] = []
         self.counters = GoodputCounters()
         self.log = Log()
-        slowdown = self.specs[Role.DECODE].settings.host_slowdown
-        self._host = Host(slowdown) if slowdown else None
+        self._host = Host() if any(spec.settings.host_slowdown for spec in self.specs.values()) else None
         self._legs: dict[str, Leg] = {}
         self._queued: dict[str, tuple[RequestRun, msg.Place]] = {}
         self._pumping = False
@@ -178,7 +177,8 @@ class Fleet:
             record_events=True,
         )
         self.workers[worker.worker_id] = worker
-        worker.engine.host = self._host
+        if spec.settings.host_slowdown is not None:
+            worker.engine.host, worker.engine.host_slowdown = self._host, spec.settings.host_slowdown.value()
         if self.options.timeline:
             worker.engine.watch = partial(self._watch, worker.worker_id)
         faults = spec.settings.faults

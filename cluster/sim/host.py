@@ -10,36 +10,30 @@ class Host:
 
     A step of an engine beside k computing others takes `1 + slowdown * k` times as long; where others begin or end
     during a step, what is left of it is stretched or shrunk from then on.
-
-    Args:
-        slowdown: per other computing engine. `pdserve fit --beside` measures it.
     """
 
-    def __init__(self, slowdown: float) -> None:
-        self._slowdown = slowdown
-        self._computing: dict[object, Callable[[float], None]] = {}
+    def __init__(self) -> None:
+        self._computing: dict[object, tuple[float, Callable[[float], None]]] = {}
 
-    def begin(self, engine: object, stretch: Callable[[float], None]) -> float:
+    def begin(self, engine: object, slowdown: float, stretch: Callable[[float], None]) -> float:
         """An engine begins a step. Returns by how much longer it takes than alone, as things are.
 
         Args:
+            slowdown: of this step, per other computing engine.
             stretch: multiplies what is left of that step.
         """
-        before = len(self._computing)
-        self._stretch_all(before, before + 1)
-        self._computing[engine] = stretch
-        return 1.0 + self._slowdown * before
+        others = len(self._computing)
+        self._others_change(others - 1, others)
+        self._computing[engine] = (slowdown, stretch)
+        return 1.0 + slowdown * others
 
     def end(self, engine: object) -> None:
         """That engine's step is over, or will never be."""
         if self._computing.pop(engine, None) is not None:
-            before = len(self._computing) + 1
-            self._stretch_all(before, before - 1)
+            others = len(self._computing)
+            self._others_change(others, others - 1)
 
-    def _stretch_all(self, before: int, after: int) -> None:
-        """The computing engines were part of `before` of them and are of `after`."""
-        if not self._computing:
-            return
-        factor = (1.0 + self._slowdown * (after - 1)) / (1.0 + self._slowdown * (before - 1))
-        for stretch in list(self._computing.values()):
-            stretch(factor)
+    def _others_change(self, before: int, after: int) -> None:
+        """Every computing engine had `before` others beside it and has `after`."""
+        for slowdown, stretch in list(self._computing.values()):
+            stretch((1.0 + slowdown * after) / (1.0 + slowdown * before))

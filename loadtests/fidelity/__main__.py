@@ -19,12 +19,12 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import yaml
 from rich.console import Console
 
 from cluster.config import ClusterConfig
 from cluster.errors import UserError
 from cluster.perf.profile import read_profile, write_profile
+from loadtests.bench.servers import start
 from loadtests.fidelity import live, simulator
 from loadtests.fidelity.compare import Agreement, Figures, agreement, errors, figures, largest
 from loadtests.fidelity.model import write_model
@@ -32,6 +32,9 @@ from loadtests.fidelity.plan import PARTS, Plan, load, twin
 
 SEEDS = 5
 """The router draws among equal engines; the simulator's figures are means over so many draws."""
+
+TRIES = 3
+"""Sessions at most, until every load has a valid run."""
 
 err = Console(stderr=True, highlight=False)
 
@@ -59,17 +62,25 @@ def measured(plan: Plan, folder: Path, again: bool) -> list[dict[str, Any]]:
         if len(sessions) < len(kept):
             err.print(f"{path}: runs of another plan are not used")
     loads = range(1, len(plan.rates_per_s) + 1)
-    missing = [load for load in loads if not any(_valid_run(s, load) for s in sessions)]
-    if missing:
-        latest: list[dict[str, Any]] = []
-
-        def keep(session: dict[str, Any]) -> None:
-            latest[:] = [session]
-            path.write_text(json.dumps([*sessions, session], indent=1), encoding="utf-8")
-
-        live.run(plan, missing, _model(plan, folder), folder, err.print, keep)
-        sessions += latest
+    for _ in range(TRIES):
+        missing = [load for load in loads if not any(_valid_run(s, load) for s in sessions)]
+        if missing:
+            sessions = _one_session(plan, missing, sessions, folder, path)
     return [next((s for s in sessions if _valid_run(s, load)), sessions[-1]) for load in loads]
+
+
+def _one_session(
+    plan: Plan, loads: Sequence[int], before: list[dict[str, Any]], folder: Path, path: Path
+) -> list[dict[str, Any]]:
+    """Measures some loads; returns all sessions, which are in the file after every load."""
+    latest: list[dict[str, Any]] = []
+
+    def keep(session: dict[str, Any]) -> None:
+        latest[:] = [session]
+        path.write_text(json.dumps([*before, session], indent=1), encoding="utf-8")
+
+    live.run(plan, loads, _model(plan, folder), folder, err.print, keep)
+    return [*before, *latest]
 
 
 def _valid_run(session: dict[str, Any], load: int) -> bool:
@@ -83,12 +94,11 @@ def fitted(plan: Plan, folder: Path, again: bool) -> Path | None:
     path = folder / "fitted.json"
     if path.exists() and not again:
         return path
-    config = folder / "fit.yaml"
-    config.write_text(yaml.safe_dump(plan.live(_model(plan, folder))), encoding="utf-8")
-    err.print("measuring one engine")
-    command = [sys.executable, "-m", "cluster.cli", "fit", str(config), "--out", str(path)]
-    command += ["--samples", str(folder / "samples.csv"), "--max-batch", "8", "--beside"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    err.print("starting the cluster to measure its engines")
+    with start("pdserve", folder, plan.live(_model(plan, folder))) as front:
+        command = [sys.executable, "-m", "cluster.cli", "fit", "--url", front.url, "--out", str(path)]
+        command += ["--samples", str(folder / "samples.csv"), "--max-batch", "8"]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     (folder / "fit.log").write_text(done.stdout, encoding="utf-8")
     if done.returncode:
         raise UserError(f"pdserve fit failed; see {folder / 'fit.log'}")
@@ -122,7 +132,7 @@ def _twin(plan: Plan, session: dict[str, Any], profile: Path | None, folder: Pat
     whole = replace(fit, coefficients=replace(fit.coefficients, transfer_fixed_s=fixed_s, transfer_byte_s=byte_s))
     path = folder / "profile.json"
     write_profile(whole, path)
-    return twin(plan, path, {**fit.provenance, "host_slowdown": fit.host_slowdown or 0.0})
+    return twin(plan, path, fit)
 
 
 def _model(plan: Plan, folder: Path) -> Path | None:

@@ -88,6 +88,7 @@ def _one(session: Session, load: int, workload: Workload, began: float) -> dict[
         rows.append(
             {
                 "at_s": sample.scheduled_s,
+                "lag_s": sample.lag_s,
                 "outcome": None if sample.outcome is None else sample.outcome.value,
                 "ttft_s": sample.ttft_s,
                 "tpot_s": sample.tpot_s,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import yaml
 from pydantic import Field, model_validator
 
 from cluster.config import ClusterConfig, Section, parse
+from cluster.perf.profile import Profile
 from cluster.workload.processes import Closed, Steps
 from cluster.workload.spec import Workload
 
@@ -82,20 +84,22 @@ def load(part: str) -> Plan:
     return Plan.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
 
 
-def twin(plan: Plan, profile: Path | None, fitted: dict[str, Any] | None) -> ClusterConfig:
-    """The cluster that the simulator runs: the same one, with simulated engines as they were measured."""
-    if profile is None or fitted is None:
+def twin(plan: Plan, path: Path | None, fit: Profile | None) -> ClusterConfig:
+    """The cluster that the simulator runs: the same one, with simulated engines as they were measured (`fit`, in the
+    file `path`)."""
+    if path is None or fit is None:
         return parse(plan.cluster)
+    fitted = fit.provenance
     engine = {
         "kind": "simulated",
         "simulated": {
-            "times": str(profile),
+            "times": str(path),
             "kv_blocks": fitted["kv_total_blocks"],
             "kv_bytes_per_token": fitted["kv_bytes_per_token"],
             "block_size_tokens": fitted["block_size_tokens"],
             "max_num_batched_tokens": fitted["max_num_batched_tokens"],
             "max_num_seqs": fitted["max_num_seqs"],
-            "host_slowdown": fitted["host_slowdown"],
+            "host_slowdown": asdict(fit.host_slowdown) if fit.host_slowdown else None,
         },
     }
     return parse({**plan.cluster, "engine": engine})

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path as FilePath
 from typing import Any
 
 import pytest
 
 from cluster.config import parse
 from cluster.messages import Outcome, Path, RequestRecord, Slo
+from cluster.perf.profile import Coefficients, HostSlowdown, Profile
 from loadtests.fidelity import simulator
 from loadtests.fidelity.compare import agreement, errors, figures, largest
 from loadtests.fidelity.plan import PARTS, Plan, load, twin
@@ -17,6 +19,10 @@ FILE = load("simulated")
 SHORT = FILE.workload.model_copy(update={"duration_s": 15})
 PLAN = FILE.model_copy(update={"rates_per_s": (3.0, 6.0), "workload": SHORT})
 CONFIG = parse(PLAN.cluster)
+FITTED = dict.fromkeys(
+    ("kv_total_blocks", "kv_bytes_per_token", "block_size_tokens", "max_num_seqs", "max_num_batched_tokens"), 1024
+)
+PROFILE = Profile(Coefficients(0.01, 1e-4, 0.0, 0.0, 0.0), FITTED, host_slowdown=HostSlowdown(0.2, 0.4))
 
 
 def session(overheads: simulator.Overheads, later_s: float = 0.0) -> dict[str, Any]:
@@ -102,13 +108,5 @@ def test_the_plans_can_be_run(part: str) -> None:
         requests = list(workload.arrivals())
         assert len(requests) == pytest.approx(rate * workload.duration_s, rel=0.35)
         assert max(a.prompt_tokens + a.output_tokens for a in requests) < plan.cluster["model"]["max_model_len"]
-    fitted = dict.fromkeys(("kv_total_blocks", "kv_bytes_per_token", "block_size_tokens", "max_num_seqs"), 64)
-    more = {"max_num_batched_tokens": 1024, "host_slowdown": 0.3}
-    config = twin(plan, None, None) if not plan.fit else twin(plan, _profile(), fitted | more)
+    config = twin(plan, FilePath("profile.json"), PROFILE) if plan.fit else twin(plan, None, None)
     assert config.engine.kind == "simulated"
-
-
-def _profile() -> Any:
-    from pathlib import Path as FilePath
-
-    return FilePath("profile.json")

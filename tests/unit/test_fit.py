@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,10 +11,11 @@ import pytest
 from cluster.commands.fit import _hold_out
 from cluster.engine.base import EngineDelta, EngineRequest, Sink
 from cluster.engine.measure import Meter
+from cluster.engine.simulation.virtual_time import run_virtual
 from cluster.errors import EngineFailed
 from cluster.messages import Role, WorkerInfo
 from cluster.perf.fitting import fit_steps
-from cluster.perf.profile import Coefficients, ProfileTimes
+from cluster.perf.profile import Coefficients, HostSlowdown, ProfileTimes
 
 TRUE = Coefficients(3e-3, 5e-5, 0.0, 1e-4, 2e-7, 1e-3)
 OVERHEAD_S = 2e-3
@@ -28,7 +27,6 @@ class VirtualEngine:
     def __init__(self, fail_after: int | None = None) -> None:
         self.now = 0.0
         self.times = ProfileTimes(TRUE)
-        self.slowdown = 1.0
         self.info = WorkerInfo("w", "i", Role.DECODE, 16, 4096, 4096, 64, 2048, 2048)
         self._waiting: list[tuple[EngineRequest, Sink]] = []
         self._running: dict[str, tuple[Sink, int, int]] = {}
@@ -48,7 +46,7 @@ class VirtualEngine:
             new, self._waiting = self._waiting, []
             prompts = [(len(r.prompt_token_ids), 0) for r, _ in new]
             context = sum(tokens for _, tokens, _ in self._running.values())
-            step_s = self.slowdown * self.times.step_s(prompts, len(self._running), context)
+            step_s = self.times.step_s(prompts, len(self._running), context)
             self.now += step_s
             running, self._running = self._running, {}
             for request_id, (sink, tokens, left) in running.items():
@@ -73,17 +71,44 @@ def _meter(engine: Any) -> Meter:
     return Meter(engine, lambda tokens: tokens, (5, 50), random.Random(1), clock=lambda: engine.now)
 
 
-async def test_what_another_engine_of_the_host_costs_is_measured_in_turn() -> None:
-    engine = VirtualEngine()
+class VirtualPair:
+    """A prompt engine and a decode engine of one host, on the event loop's own (virtual) time."""
 
-    @contextmanager
-    def neighbour() -> Iterator[None]:
-        engine.slowdown = 1.3
-        yield
-        engine.slowdown = 1.0
+    def __init__(self, prefill: float, decode: float) -> None:
+        self.info = WorkerInfo("w", "i", Role.DECODE, 16, 4096, 4096, 64, 2048, 2048)
+        self._slowdown = HostSlowdown(prefill, decode)
+        self._prompts = self._decoding = 0
+        self._tasks: set[asyncio.Task[None]] = set()
 
-    measured = await _meter(engine).slowdown(neighbour)
-    assert measured == {"prefill": pytest.approx(0.3), "decode": pytest.approx(0.3, abs=0.01)}
+    async def start(self, request: EngineRequest, sink: Sink) -> None:
+        task = asyncio.create_task(self._run(request, sink))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, request: EngineRequest, sink: Sink) -> None:
+        self._prompts += 1
+        compute_s = 1e-3 * len(request.prompt_token_ids) * (1 + self._slowdown.prefill * bool(self._decoding))
+        await asyncio.sleep(compute_s)
+        self._prompts -= 1
+        left = request.sampling - 1
+        sink(request.request_id, EngineDelta([1], finish_reason=None if left else "length", compute_s=compute_s))
+        self._decoding += left > 0
+        while left:
+            left -= 1
+            await asyncio.sleep(0.01 * (1 + self._slowdown.decode * bool(self._prompts)))
+            sink(request.request_id, EngineDelta([1], finish_reason=None if left else "length"))
+            self._decoding -= not left
+
+
+def test_what_one_pool_costs_the_other_on_a_shared_host_is_measured() -> None:
+    async def measure() -> HostSlowdown:
+        meter = Meter(
+            VirtualPair(0.2, 0.5), int, (5, 50), random.Random(1), clock=asyncio.get_running_loop().time, mixed=False
+        )
+        return await meter.host_slowdown()
+
+    measured = run_virtual(measure())
+    assert (measured.prefill, measured.decode) == (pytest.approx(0.2), pytest.approx(0.5))
 
 
 async def test_the_coefficients_of_a_known_engine_come_back() -> None:

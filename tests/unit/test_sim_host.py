@@ -9,6 +9,7 @@ import pytest
 from cluster.engine.scheduler.config import SchedulerConfig
 from cluster.engine.scheduler.sequence import Sequence
 from cluster.engine.scheduler.step import Output
+from cluster.perf.profile import HostSlowdown
 from cluster.perf.times import LinearTimes
 from cluster.sim.engine import SimEngine
 from cluster.sim.host import Host
@@ -21,15 +22,15 @@ TIMES = LinearTimes(fixed_s=0.0, per_sequence_s=1e-5, nominal_context_tokens=1, 
 class Bench:
     """Two engines on one host; `ends` holds when each request's prompt was computed."""
 
-    def __init__(self, slowdown: float, max_repeats: int = 128) -> None:
+    def __init__(self, slowdown: HostSlowdown, max_repeats: int = 128) -> None:
         self.kernel, self.ends = Kernel(), {}
-        host = Host(slowdown)
-        self.engines = [self._engine(host, max_repeats) for _ in range(2)]
+        host = Host()
+        self.engines = [self._engine(host, slowdown, max_repeats) for _ in range(2)]
 
-    def _engine(self, host: Host, max_repeats: int) -> SimEngine:
+    def _engine(self, host: Host, slowdown: HostSlowdown, max_repeats: int) -> SimEngine:
         config = SchedulerConfig(kv_blocks=1000, max_num_batched_tokens=4096)
         engine = SimEngine(self.kernel, config, TIMES, random.Random(0), self._on_output, max_repeats=max_repeats)
-        engine.host = host
+        engine.host, engine.host_slowdown = host, slowdown
         return engine
 
     def _on_output(self, outputs: list[Output]) -> None:
@@ -47,14 +48,14 @@ class Bench:
 
 
 def test_alone_nothing_is_slower() -> None:
-    bench = Bench(0.5)
+    bench = Bench(HostSlowdown(0.5, 0.5))
     bench.submit(0.0, 0, "a", 100)
     bench.submit(0.2, 1, "b", 100)
     assert bench.run() == {"a": pytest.approx(0.1), "b": pytest.approx(0.3)}
 
 
 def test_work_is_slower_by_what_overlaps_and_only_by_that() -> None:
-    bench = Bench(0.5)
+    bench = Bench(HostSlowdown(0.5, 0.5))
     bench.submit(0.0, 0, "a", 100)
     bench.submit(0.04, 1, "b", 100)
     # After 40 ms a has 60 ms left, which take 90; b has done 90 / 1.5 = 60 ms of its 100 by then.
@@ -62,7 +63,7 @@ def test_work_is_slower_by_what_overlaps_and_only_by_that() -> None:
 
 
 def test_an_engine_that_stops_slows_nobody_any_more() -> None:
-    bench = Bench(1.0)
+    bench = Bench(HostSlowdown(1.0, 1.0))
     bench.submit(0.0, 0, "a", 100)
     bench.submit(0.0, 1, "b", 100)
     bench.kernel.at(0.1, bench.engines[1].stop)
@@ -70,8 +71,18 @@ def test_an_engine_that_stops_slows_nobody_any_more() -> None:
     assert bench.run() == {"a": pytest.approx(0.15)}
 
 
-@pytest.mark.parametrize("slowdown", [0.3, 1.0])
-def test_one_event_for_many_iterations_changes_nothing(slowdown: float) -> None:
+def test_prompts_and_decode_steps_have_slowdowns_of_their_own() -> None:
+    bench = Bench(HostSlowdown(prefill=0.5, decode=1.0))
+    bench.submit(0.0, 1, "b", 10, 2)  # 10 ms of prompt, then a decode step of 0.1 ms, here 0.2
+    bench.submit(0.01, 0, "a", 100)
+    ends = bench.run()
+    assert ends["b"] == pytest.approx(0.0102)
+    # The prompt is slower only while that one step runs, and loses a third of that time.
+    assert ends["a"] == pytest.approx(0.11 + 2e-4 / 3)
+
+
+@pytest.mark.parametrize("slowdown", [HostSlowdown(0.3, 0.6), HostSlowdown(1.0, 0.0)])
+def test_one_event_for_many_iterations_changes_nothing(slowdown: HostSlowdown) -> None:
     ends = []
     for max_repeats in (1, 128):
         rng, bench = random.Random(3), Bench(slowdown, max_repeats)

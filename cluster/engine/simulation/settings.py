@@ -24,7 +24,7 @@ from cluster.errors import ConfigError
 from cluster.messages import Role, WorkerInfo
 from cluster.perf.hardware import hardware
 from cluster.perf.model_shape import ModelShape, model_shape
-from cluster.perf.profile import read_profile
+from cluster.perf.profile import HostSlowdown, read_profile
 from cluster.perf.roofline import RooflineTimes
 from cluster.perf.times import LinearTimes, StepTimes
 from cluster.perf.transfer import link_between
@@ -82,6 +82,16 @@ class FaultSettings(Section):
     kv_events_late_share: float = Field(0.0, ge=0, le=1, description="batches that come after the one that follows")
 
 
+class HostSlowdownSettings(Section):
+    """See cluster/perf/profile.py."""
+
+    prefill: float = Field(0.0, ge=0)
+    decode: float = Field(0.0, ge=0)
+
+    def value(self) -> HostSlowdown:
+        return HostSlowdown(self.prefill, self.decode)
+
+
 class SimulatedSettings(Section):
     """
     Attributes:
@@ -90,8 +100,8 @@ class SimulatedSettings(Section):
         kv_blocks, kv_bytes_per_token: default: what the roofline's device has left beside the weights.
         startup_s: from creation to ready.
         speed: simulated seconds per real second, of a live engine.
-        host_slowdown: all engines share one host, as CPU engines of one machine do: by how much longer a step takes for
-            each other engine that computes meanwhile. In the simulator only; `pdserve fit --beside` measures it.
+        host_slowdown: all engines share one host, as CPU engines of one machine do. Of the simulator alone; `pdserve
+            fit --url` measures it.
         token_ids: output tokens are drawn from these ids, bounds included: plain pieces of a byte-level vocabulary.
     """
 
@@ -117,7 +127,7 @@ class SimulatedSettings(Section):
     speculation: SpeculationSettings | None = None
     startup_s: float = Field(0.0, ge=0)
     speed: float = Field(1.0, gt=0)
-    host_slowdown: float = Field(0.0, ge=0)
+    host_slowdown: HostSlowdownSettings | None = None
     token_ids: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]] = (300, 1999)
     seed: int = 0
     faults: FaultSettings = FaultSettings()
