@@ -1,4 +1,5 @@
-"""The gateway around the HTTP application, outermost first: routes, identity, the body, the start of a stream."""
+"""The gateway around the HTTP application, outermost first: routes, identity, the body, the start of a stream,
+clients that leave."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from router.gateway.auth import Authenticate
 from router.gateway.body import CheckBody
 from router.gateway.fields import BodyLimits
 from router.gateway.keys import KeyRing
+from router.gateway.leaving import ClientLeft
 from router.gateway.routes import PublicRoutes
 from router.gateway.stream import StreamStart
 
@@ -38,7 +40,7 @@ def guard(
     http = config.http
     keys = KeyRing.from_config(config.tenants, environ)
     separate = keys is not None or config.tenants.header is not None
-    inner = StreamStart(app, http.keep_alive_s)
+    inner = StreamStart(ClientLeft(app), http.keep_alive_s)
     checked = CheckBody(
         inner, BodyLimits.from_config(http, vocab_size), http.max_body_bytes, slo=slo, separate_tenants=separate
     )
