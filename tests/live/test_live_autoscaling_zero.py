@@ -19,8 +19,9 @@ from tests.chaos.run import Cluster
 
 pytestmark = [pytest.mark.live, pytest.mark.slow]
 
-# Of 16 tokens: one engine holds three of the requests below.
+# Of 16 tokens: one engine holds three of the long requests below, from their first token to their last.
 KV_BLOCKS = 128
+PROMPT_TOKENS, OUTPUT_TOKENS = 560, 96
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     made = settings(8197, budget=4)
     for pool in made["pools"].values():
         pool["replicas"] = {"min": 0, "max": 3, "initial": 1}
-    made["engine"]["simulated"] |= {"kv_blocks": KV_BLOCKS, "max_num_seqs": 64}
+    made["engine"]["simulated"] |= {"max_num_seqs": 64}
+    made["pools"]["decode"]["simulated"] = {"kv_blocks": KV_BLOCKS}
+    # Prompts are cheap, so that KV is all that is short.
+    made["engine"]["simulated"]["linear"] |= {"per_prefill_token_us": 200}
     made["autoscaling"] |= {"downscale_delay_s": 10}
     folder: Path = tmp_path_factory.mktemp("zero")
     running = Cluster(made, folder, Console(stderr=True))
@@ -68,11 +72,11 @@ async def test_a_decode_pool_without_kv_grows_although_first_tokens_are_late(clu
     """A burst fills decode's KV before the policy can act, so that the first tokens of those behind it are missed."""
     stop, watch = asyncio.Event(), Watch(cluster, http)
     before = (await cluster.status(http))["goodput"]["missed_by_stage"]
-    burst = [asyncio.create_task(load(http, 4, 100, 480, stop))]
+    burst = [asyncio.create_task(load(http, 5, PROMPT_TOKENS, OUTPUT_TOKENS, stop))]
     await asyncio.sleep(2.5)
     stop.set()
     stop_steady = asyncio.Event()
-    burst.append(asyncio.create_task(load(http, 0.2, 100, 480, stop_steady)))
+    burst.append(asyncio.create_task(load(http, 0.5, PROMPT_TOKENS, OUTPUT_TOKENS, stop_steady)))
     reached = await watch.until(lambda t: t["decode"] >= 2, 90)
     await watch.until(lambda t: False, 10)
     stop_steady.set()
