@@ -13,6 +13,7 @@ import json
 import random
 import statistics
 import time
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -232,10 +233,12 @@ def test_five_hundred_random_cancels_leave_nothing_within_two_seconds(served: Se
             for start in range(0, 500, 20):
                 await asyncio.gather(*(one(client, start + i) for i in range(20)))
 
-    start = [r["kv_used_blocks"] for r in served.replicas()]
+    start, before = [r["kv_used_blocks"] for r in served.replicas()], len(served.records())
     asyncio.run(main())
     waited_s = wait_for(served.idle, 20, "engines idle and no lease open")
     assert left > 200
+    ends = Counter(record["outcome"] for record in served.records()[before:])
+    assert ends["cancelled"] > 0.8 * left, f"{left} clients left; {dict(ends)}"
     assert waited_s < 2, f"idle only after {waited_s:.1f} s"
     wait_for(lambda: [r["kv_used_blocks"] for r in served.replicas()] == start, 2, "the start level of blocks")
 
