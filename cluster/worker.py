@@ -36,7 +36,7 @@ HEARTBEAT_S = 1.0
 class _Leg:
     """One open call."""
 
-    __slots__ = ("call", "ended", "finished", "settled", "tokens")
+    __slots__ = ("call", "ended", "expiry", "finished", "settled", "tokens")
 
     def __init__(self, call: LegCall) -> None:
         self.call = call
@@ -44,6 +44,7 @@ class _Leg:
         self.finished = False  # the engine gave its last output
         self.ended: asyncio.Event = asyncio.Event()
         self.settled: str | None = None
+        self.expiry: asyncio.TimerHandle | None = None
 
 
 class Worker:
@@ -217,7 +218,7 @@ class Worker:
         leg.finished = True
         if ticket is not None:
             self._grant(leg)
-            asyncio.get_running_loop().call_later(self._lease_s, self._expire, leg)
+            leg.expiry = asyncio.get_running_loop().call_later(self._lease_s, self._expire, leg)
         else:
             leg.settled = leg.settled or "done"
             leg.ended.set()
@@ -293,6 +294,8 @@ class Worker:
     def _close(self, leg: _Leg) -> str:
         """The outcome, and the leg is off the books."""
         self._legs.pop(leg.call.request.request_id, None)
+        if leg.expiry is not None:
+            leg.expiry.cancel()  # it holds the whole prompt
         self._leg_ended.set()
         end = leg.settled or "cancelled"
         if self.leases.holds(leg.call.request.request_id):

@@ -106,10 +106,13 @@ class Admission:
     Args:
         config: `router.admission` of the cluster's configuration.
         gate: predictions.
+        ttft_s: the cluster's limit. How long a queue an engine may have must not depend on limits that clients set:
+            a very short one would hold up whoever stands behind it, a very long one would let its flood through.
     """
 
-    def __init__(self, config: AdmissionConfig, gate: Gate) -> None:
+    def __init__(self, config: AdmissionConfig, gate: Gate, ttft_s: float) -> None:
         self.config, self._gate = config, gate
+        self._backlog_s = config.backlog_fraction * ttft_s
         self._classes: dict[int, FairQueue] = {}
         self._waiting: dict[str, Waiting] = {}
         self._tenants: dict[str, int] = {}
@@ -141,7 +144,7 @@ class Admission:
         late = self._too_late(request, forecast, wait or 0.0, now)
         if late is not None:
             return late
-        if not self._waiting and isinstance(forecast, Forecast) and self._open(request, forecast):
+        if not self._waiting and isinstance(forecast, Forecast) and self._open(forecast):
             self._charge(request.tenant, cost)
             self._class(request.priority).pass_by(request.tenant, cost, idle=forecast.wait_s <= 0.0)
             return Admit()
@@ -178,14 +181,14 @@ class Admission:
         passed, fell = 0, False
         for waiting in self._in_order(now):
             forecast = self._gate.forecast(waiting.request, now)
-            if isinstance(forecast, Rejection) or self._only_queues(waiting.request, forecast):
+            if isinstance(forecast, Rejection) or self._only_queues(forecast):
                 return None, False  # as it would be with the next one
             if self._falls_behind(waiting, forecast, now):
                 fell = True
                 continue
             if waiting.late and not self._may_fill(waiting, forecast, now):
                 continue
-            if self._open(waiting.request, forecast):
+            if self._open(forecast):
                 self._take(waiting, now)
                 return waiting.request, False
             passed += 1
@@ -246,7 +249,7 @@ class Admission:
 
     def _may_fill(self, waiting: Waiting, forecast: Forecast, now: float) -> bool:
         """Whether a late request may go: into time that nobody else needs, or because it has waited too long."""
-        if not self._only_queues(waiting.request, forecast, LATE_BACKLOG):
+        if not self._only_queues(forecast, LATE_BACKLOG):
             return True
         return self._classes[waiting.request.priority].owes_late(now, self.config.starvation_s)
 
@@ -280,12 +283,12 @@ class Admission:
 
     # -- rules ----------------------------------------------------------------------------------------------------
 
-    def _open(self, request: Request, forecast: Forecast) -> bool:
+    def _open(self, forecast: Forecast) -> bool:
         """Whether it may go: it would not only queue, and decode has room by the time its prompt is computed."""
-        return not self._only_queues(request, forecast) and forecast.room_s <= forecast.ready_s
+        return not self._only_queues(forecast) and forecast.room_s <= forecast.ready_s
 
-    def _only_queues(self, request: Request, forecast: Forecast, share: float = 1.0) -> bool:
-        return forecast.wait_s > share * self.config.backlog_fraction * request.slo.ttft_s
+    def _only_queues(self, forecast: Forecast, share: float = 1.0) -> bool:
+        return forecast.wait_s > share * self._backlog_s
 
     def _too_late(self, request: Request, forecast: Forecast | Rejection, wait: float, now: float) -> Rejection | None:
         if not self.config.reject_unattainable or isinstance(forecast, Rejection):

@@ -102,7 +102,7 @@ class Router:
             on_record=self._on_record,
             clock=time.monotonic,
             rng=random.Random(),
-            admission=Admission(self._config.router.admission, self.placer),
+            admission=Admission(self._config.router.admission, self.placer, slo.ttft_s),
         )
         self.telemetry = Telemetry(
             self._config, self.metrics, self.dispatcher, self.placer, time.monotonic, self._index_gauges

@@ -237,19 +237,22 @@ class Dispatcher:
         self.health.heard(worker_id, None, now)
         batch: list[tuple[Any, int, EngineDelta, int | None]] = []
         facts: list[tuple[Run, int, int, Output]] = []
+        # After the tokens of the same step: a failed choice may start all of its request's choices anew, and what they
+        # had before must not enter their new output.
+        failed: list[tuple[Leg, RequestError]] = []
         for output in outputs:
             leg = self._legs.get(output.request_id)
             if leg is None:
                 continue
             run, choice = leg.run, leg.choice
             if output.error is not None:
-                self._leg_failed(leg, _error(output.error, worker_id))
+                failed.append((leg, _error(output.error, worker_id)))
             elif choice is None:
                 self._on_prefill_output(leg, output, now)
             elif output.offset_tokens != run.leg_tokens(choice):
-                self._leg_failed(leg, WorkerLost("output was lost on the way", worker_id=worker_id))
+                failed.append((leg, WorkerLost("output was lost on the way", worker_id=worker_id)))
             elif output.finish_reason in ("abort", "error"):
-                self._leg_failed(leg, EngineFailed("the engine ended the request", worker_id=worker_id))
+                failed.append((leg, EngineFailed("the engine ended the request", worker_id=worker_id)))
             else:
                 if output.offset_tokens == 0 and output.token_ids:
                     peer = run.placement.prefill if run.placement is not None and output.external_tokens else None
@@ -259,8 +262,19 @@ class Dispatcher:
                 cached = run.on_output(choice, delta, now)
                 batch.append((run.job, choice, delta, cached))
                 facts.append((run, leg.attempt, choice, output))
-        if not batch:
-            return
+        if batch:
+            self._hand_on(batch, facts, now)
+        for leg, error in failed:
+            if self._legs.get(leg.leg_id) is leg:
+                self._leg_failed(leg, error)
+
+    def _hand_on(
+        self,
+        batch: list[tuple[Any, int, EngineDelta, int | None]],
+        facts: list[tuple[Run, int, int, Output]],
+        now: float,
+    ) -> None:
+        """Tokens of one step to their clients, then what they mean for their requests."""
         stopped = {(id(job), choice) for job, choice in self._deliver(batch)}
         for run, attempt, choice, output in facts:
             by_string = (id(run.job), choice) in stopped
@@ -345,12 +359,15 @@ class Dispatcher:
         self._feed(run, msg.TimerFired())
 
     def _let_in(self, request: Request) -> None:
-        run, action = self._waiting.pop(request.request_id)
-        self._place(run, action, waited=True)
+        entry = self._waiting.pop(request.request_id, None)
+        if entry is not None:
+            self._place(*entry, waited=True)
 
     def _turn_away(self, request: Request, rejection: Rejection) -> None:
-        run, action = self._waiting.pop(request.request_id)
-        self._feed(run, msg.Refused(action.attempt, rejection))
+        entry = self._waiting.pop(request.request_id, None)
+        if entry is not None:  # its client may have left since it was displaced
+            run, action = entry
+            self._feed(run, msg.Refused(action.attempt, rejection))
 
     def _unplace(self, run: Run) -> None:
         request_id = run.request.request_id

@@ -55,7 +55,10 @@ class ClientJob:
         self, outcome: Outcome, error: PdserveError | None, finish_reason: str | None, record: RequestRecord
     ) -> None:
         del record
-        self._reply.retry_after_s = getattr(error, "retry_after_s", None)
+        retry_after_s = getattr(error, "retry_after_s", None)
+        if retry_after_s is not None:
+            # Of several prompts of one body the refused one speaks; the others end because of it.
+            self._reply.retry_after_s = max(retry_after_s, self._reply.retry_after_s or 0.0)
         if outcome is not Outcome.CANCELLED or error is not None:
             self._client.finish(self.generation, error, finish_reason)
 

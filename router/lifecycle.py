@@ -306,6 +306,10 @@ class Lifecycle:
             return self._done_if_all_finished() if event.finished else []
         choice.shown = True
         self._waiting_for_first -= 1
+        for other in self._choices:
+            if not other.shown:
+                # Choices start after the first one's first token, which brings their prompt's KV along.
+                other.since_s = now
         actions: list[Action] = []
         if self._waiting_for_first == 0 and self._prefill_open:
             self._prefill_open = False

@@ -43,6 +43,8 @@ USED_EDGES = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0, math.inf)
 SERVING = (Stage.PREFILL_COMPUTE, Stage.DECODE_STEP)
 WAITING = (Stage.ROUTER_QUEUE, Stage.PREFILL_QUEUE, Stage.KV_TRANSFER, Stage.DECODE_QUEUE)
 PIPELINE = tuple(Stage)
+PRIORITIES_APART = 100
+"""Priorities from here on, in either direction, are counted together."""
 
 
 def is_good(record: RequestRecord) -> bool:
@@ -117,7 +119,7 @@ class GoodputCounters:
         self._inc("started")
         self._inc("started_prompt_tokens", prompt_tokens)
         self._inc(label("tenant_started", tenant))
-        self._inc(label("priority_started", priority))
+        self._inc(label("priority_started", _priority_class(priority)))
 
     def finish(self, record: RequestRecord) -> None:
         """Count the end of a request that `start` has counted."""
@@ -136,7 +138,7 @@ class GoodputCounters:
                 self._inc(label("missed_local", stage))
         self._inc(verdict)
         self._inc(label(f"tenant_{verdict}", record.tenant))
-        self._inc(label(f"priority_{verdict}", record.priority))
+        self._inc(label(f"priority_{verdict}", _priority_class(record.priority)))
         self._inc("prompt_tokens", record.prompt_tokens)
         if record.ttft_s is not None or Stage.PREFILL_COMPUTE in record.stage_s:
             # Only these tell what a request costs: one that was refused or gave up waiting computed nothing.
@@ -297,6 +299,11 @@ class Totals:
         for counters in self.latest.values():
             total.merge(counters)
         return total
+
+
+def _priority_class(priority: int) -> str:
+    """Clients may send any number; what is counted apart must have an end."""
+    return str(priority) if abs(priority) < PRIORITIES_APART else "(other)"
 
 
 def slo_limits_s(slo: Slo) -> tuple[float | None, float | None, float | None]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from cluster.messages import Slo
 from router.gateway.asgi import App, HttpError, Message, Receive, Scope, Send, answer, header
-from router.gateway.checks import DROPPED, check_body
+from router.gateway.checks import DROPPED, DROPPED_HEADERS, check_body, check_integers
 from router.gateway.context import DEFAULT_TENANT, RequestContext, enter
 from router.gateway.fields import BodyLimits
 from router.gateway.salt import namespace_salt
@@ -26,6 +26,8 @@ MAX_HEADER_BYTES = 32 * 1024
 MAX_SLO_MS = 24 * 3600 * 1000.0
 _JSON = re.compile(r"application/(json|[a-z0-9.+-]+\+json)(\s*;.*)?", re.IGNORECASE)
 _DIGITS = re.compile(r"[0-9]{1,18}")
+_LONG_NUMBER = re.compile(rb"[0-9]{19}")
+_NOT_PASSED_ON = DROPPED_HEADERS | {b"content-length", b"transfer-encoding"}
 _SALTED = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
 
 
@@ -78,9 +80,7 @@ class CheckBody:
             return await answer(send, error)
         if raw is None:
             return await self._app(scope, receive, send)
-        headers = [
-            (name, value) for name, value in scope["headers"] if name not in (b"content-length", b"transfer-encoding")
-        ]
+        headers = [(name, value) for name, value in scope["headers"] if name.lower() not in _NOT_PASSED_ON]
         scope["headers"] = [*headers, (b"content-length", str(len(raw)).encode())]
         return await self._app(scope, _replay(raw, receive), send)
 
@@ -117,6 +117,8 @@ class CheckBody:
             return raw, None
         body = parse_object(raw)
         check_body(path, body, self._limits)
+        if _LONG_NUMBER.search(raw):
+            check_integers(body)
         client_salt = body.pop("cache_salt", None)
         changed = client_salt is not None
         for name in DROPPED:

@@ -38,6 +38,8 @@ from router.gateway.fields import (
 SALT_CHARS = 512
 # The transfer between the pools is the router's own business; what a client sends of it is dropped.
 DROPPED = ("kv_transfer_params", "ec_transfer_params")
+# Headers by which vLLM's own layer would let a client choose what is checked in the body, or the router's to choose.
+DROPPED_HEADERS = frozenset({b"x-vllm-priority", b"x-data-parallel-rank"})
 
 _COMMON: dict[str, Check] = {
     "model": text(256, 1),
@@ -178,11 +180,31 @@ def _check_together(path: str, body: dict[str, Any], limits: BodyLimits) -> None
         most = body.get("max_completion_tokens") or body.get("max_tokens")
     else:
         return
+    seed, n = body.get("seed"), body.get("n") or 1
+    if seed is not None and seed > INT64 - n + 1:
+        # Every choice has a seed of its own, one above the last.
+        raise HttpError(400, f"seed is {shown(seed)}: with n = {n} at most {INT64 - n + 1}", param="seed")
     least = body.get("min_tokens")
     if least is not None and most is not None and least > most:
         raise HttpError(400, f"min_tokens is {shown(least)}, above max_tokens {shown(most)}", param="min_tokens")
     if body.get("stream_options") is not None and body.get("stream") is not True:
         raise HttpError(400, "stream_options needs stream: true", param="stream_options")
+
+
+def check_integers(body: dict[str, Any]) -> None:
+    """Fields that are vLLM's to judge may become numbers of an engine, which has 64 bits for each.
+
+    Raises:
+        HttpError: 400 for an integer beyond them, anywhere.
+    """
+    for name, given in body.items():
+        left = [given]
+        while left:
+            value = left.pop()
+            if isinstance(value, int) and abs(value) > INT64 + 1:
+                raise HttpError(400, f"{name} holds {shown(value)}, beyond 64 bits", param=name[:100])
+            if isinstance(value, dict | list):
+                left += value.values() if isinstance(value, dict) else value
 
 
 def _check_completion(body: dict[str, Any], limits: BodyLimits) -> None:

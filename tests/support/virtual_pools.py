@@ -126,7 +126,7 @@ class VirtualPools:
             on_record=self.records.append,
             clock=self.clock,
             rng=random.Random(seed),
-            admission=Admission(config.router.admission, self.placer),
+            admission=Admission(config.router.admission, self.placer, config.slo.to_slo().ttft_s),
         )
 
     async def start(self) -> None:

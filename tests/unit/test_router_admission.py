@@ -52,7 +52,7 @@ def request(tokens: int = 1000, **changes) -> Request:
 
 def made(engine: Engine | None = None, **config) -> tuple[Admission, Engine]:
     engine = engine or Engine()
-    return Admission(AdmissionConfig(**config), engine), engine
+    return Admission(AdmissionConfig(**config), engine, SLO.ttft_s), engine
 
 
 def drain(admission: Admission, engine: Engine, now: float) -> list[Request]:
@@ -463,7 +463,7 @@ def test_prefill_is_held_back_while_decode_has_no_room():
     for name, role in (("p0", Role.PREFILL), ("d0", Role.DECODE)):
         placer.add_worker(WorkerInfo(name, "1", role, 16, 700, 131_072, 64, 8192, 32_768), 0.0)
     placer.model.output_tokens.value = 1000.0
-    admission = Admission(AdmissionConfig(), placer)
+    admission = Admission(AdmissionConfig(), placer, 60.0)
     requests = [request(2000, max_output_tokens=1000, slo=Slo(60.0, 0.05)) for _ in range(12)]
     answers = [admission.offer(r, 0.0) for r in requests[:1]]
     assert answers == [Admit()]

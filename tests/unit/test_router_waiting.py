@@ -33,7 +33,7 @@ class Cluster:
         self.placer = Placer(config, lambda _: times, PrefixIndex(), key_block_tokens=16)
         # Answers are expected to be long: a sequence does not come free while prompts are computed.
         self.placer.model.output_tokens.value = 2000.0
-        self.admission = Admission(AdmissionConfig(**admission), self.placer)
+        self.admission = Admission(AdmissionConfig(**admission), self.placer, 1.0)
         self.dispatcher = self.pools.dispatcher = Dispatcher(
             self.pools,  # type: ignore[arg-type]
             self.placer,

@@ -117,6 +117,10 @@ class VllmEngine:
                     external_req_id=request.request_id,
                 )
             )
+        except (OverflowError, TypeError, ValueError) as e:
+            # It cannot be sent to the engine's process: the request's own fault, on every engine.
+            self._forget(request.request_id)
+            raise BadRequest(f"a parameter is none that the engine can take: {e}") from e
         except BaseException:
             self._forget(request.request_id)
             raise
