@@ -87,7 +87,7 @@ async def test_a_burst_far_beyond_the_decode_window_is_served_whole() -> None:
     """Kind: deadline starts at the wrong moment. 64 requests for a window of 4: waiting in the router is no failure."""
     limits = LIMITS.model_copy(update={"queue_s": 60.0, "first_token_s": 3.0})
     place = placer()
-    admission = Admission(AdmissionConfig(), place)
+    admission = Admission(AdmissionConfig(), place, 60.0)
     window = {**STEP, "max_num_seqs": 4}
     options: dict[str, Any] = {"placing": place, "admission": admission, "limits": limits, "simulated": window}
     async with running(prefill=1, decode=1, **options) as front:

@@ -14,6 +14,7 @@ from fake_cluster import LIMITS, Cluster
 
 from cluster.engine.simulation.virtual_time import run_virtual as run
 from cluster.messages import Outcome, Role
+from cluster.wire import Output
 
 
 def test_requests_of_every_shape_are_answered_right() -> None:
@@ -25,6 +26,31 @@ def test_requests_of_every_shape_are_answered_right() -> None:
         await c.settle()
         assert c.check() == {Outcome.DONE: 300}
         assert c.pools.transfers > 100
+
+    run(main())
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_tokens_of_the_step_in_which_another_choice_fails_do_not_enter_the_new_answer(failing: int) -> None:
+    """Kind: n>1 over PD. Not streamed, all choices are computed again."""
+
+    async def main() -> None:
+        c = Cluster(prefill=0, decode=2)
+        broken: list[str] = []
+        on_outputs = c.dispatcher.on_outputs
+
+        def breaking(worker_id: str, outputs: list[Output]) -> None:
+            if not broken and len(outputs) == 2 and all(o.offset_tokens > 3 for o in outputs):
+                broken.append(outputs[failing].request_id)
+                outputs[failing] = Output(broken[0], 0, [], error=("EngineFailed", "broken"))
+            on_outputs(worker_id, outputs)
+
+        c.dispatcher.on_outputs = breaking  # type: ignore[method-assign]
+        job = c.send(n=2, streaming=False, max_tokens=40)
+        await c.settle()
+        assert broken
+        assert c.check() == {Outcome.DONE: 1}
+        assert [len(given) for given in job.given] == [40, 40]
 
     run(main())
 

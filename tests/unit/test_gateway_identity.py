@@ -186,6 +186,16 @@ async def test_transfer_parameters_of_a_client_are_dropped() -> None:
     assert app.headers[0][b"content-length"] == str(len(json.dumps(CHAT, separators=(",", ":")))).encode()
 
 
+@pytest.mark.parametrize("name", ["x-vllm-priority", "X-Data-Parallel-Rank"])
+async def test_headers_that_steer_vllm_past_the_bodys_checks_are_dropped(name: str) -> None:
+    app = Behind()
+    async with client(app) as http:
+        response = await http.post("/v1/chat/completions", json=CHAT, headers={name: str(2**70), "x-other": "1"})
+    assert response.status_code == 200
+    assert name.lower().encode() not in app.headers[0]
+    assert app.headers[0][b"x-other"] == b"1"
+
+
 async def test_slo_headers_and_request_id_reach_the_context() -> None:
     app = Behind()
     async with client(app) as http:

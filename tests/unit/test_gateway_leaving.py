@@ -6,6 +6,7 @@ Kinds: disconnect does not stop generation; Ray Serve cancellation holes.
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -113,6 +114,26 @@ async def test_an_application_that_does_not_listen_is_cancelled_after_a_moment()
     connection = Connection(app, True)
     await work.began.wait()
     await connection.leave()
+    assert work.ended.is_set()
+
+
+def _work_for(seconds: float) -> None:
+    until_s = time.perf_counter() + seconds
+    while time.perf_counter() < until_s:
+        pass
+
+
+async def test_a_loop_that_is_held_up_as_the_client_leaves_still_passes_the_message_on() -> None:
+    """Longer than the grace: the clock says that it is over before anybody had a turn."""
+    work = Work()
+    connection = Connection(listening(work), True)
+    await work.began.wait()
+    await asyncio.sleep(0.01)  # the listener listens
+    connection.task.cancel()
+    asyncio.get_running_loop().call_soon(_work_for, 0.4)
+    with pytest.raises(asyncio.CancelledError):
+        await connection.task
+    await asyncio.sleep(0.01)
     assert work.ended.is_set()
 
 

@@ -278,3 +278,13 @@ def test_a_local_miss_is_marked_as_the_decode_pools():
     counters.count(record(Outcome.REJECTED, ttft_s=None, path=None))
     assert counters.missed_by_stage() == {Stage.PREFILL_QUEUE: 2, Stage.ROUTER_QUEUE: 1}
     assert counters.labels("missed_local") == {"prefill_queue": 1}
+
+
+def test_priorities_that_clients_make_up_do_not_grow_the_table() -> None:
+    counters = GoodputCounters()
+    for number in range(-5000, 5000):
+        counters.start(priority=number)
+        counters.finish(record(priority=number))
+    kept = [key for key in counters.values if key.startswith("priority_")]
+    assert len(kept) <= 2 * 200
+    assert counters.get("priority_started", "(other)") == 10_000 - 199

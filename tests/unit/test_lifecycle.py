@@ -513,6 +513,16 @@ def test_a_gap_between_tokens_moves_the_request() -> None:
     ]
 
 
+def test_choices_that_wait_for_the_first_one_have_their_own_time_for_a_first_token() -> None:
+    m = machine(n=2)
+    play(m, ARRIVED, PLACED, TICKETED)
+    m.on(DecodeOutput(1, 0, 1), 6.9)  # 0.1 s before its limit; only now the second one starts
+    assert [type(action) for action in m.on(TimerFired(), 7.0)] == [SetTimer]
+    assert not m.ended
+    m.on(DecodeOutput(1, 1, 1), 9.0)
+    assert not m.ended
+
+
 def test_one_choice_that_hangs_is_noticed_while_another_streams() -> None:
     m = machine(n=2)
     play(m, ARRIVED, PLACED, TICKETED, FIRST, (3.0, DecodeOutput(1, 1, 1)))

@@ -134,6 +134,19 @@ def test_a_flooding_tenant_makes_room_for_another():
     assert admission.refusals(0.0) == []
 
 
+def test_limits_that_clients_set_hold_up_nobody_and_let_no_flood_through():
+    """The engines always have a little queue: more than one request allows itself, less than the cluster does."""
+    admission, engine = made(backlog_fraction=0.25)
+    engine.free_s = 0.5
+    impatient = [request(10, tenant="a", slo=Slo(0.001, 0.05)) for _ in range(3)]
+    for r in (*impatient, polite := request(10, tenant="b", slo=Slo(10.0, 0.05))):
+        assert isinstance(admission.offer(r, 0.0), Queue)
+    engine.free_s = 1.2  # 0.2 s of work at any moment from 1.0 s on
+    assert polite in drain(admission, engine, 1.0)
+    engine.free_s = 100.0
+    assert isinstance(admission.offer(request(slo=Slo(86_400.0, 0.05)), 2.0), Queue)
+
+
 @pytest.mark.parametrize("budget", [None, 8000.0])
 def test_one_tenants_long_prompts_do_not_set_anothers_latency(budget):
     """A sends 100k-token prompts at 8 times the engine's rate, B short ones at a tenth of it."""

@@ -9,9 +9,9 @@ from fake_pools import FakeJob, FakePools, deliver
 
 from cluster.config import AdmissionConfig, LimitsConfig, PlacementConfig
 from cluster.engine.simulation.virtual_time import run_virtual as run
-from cluster.messages import Outcome, RequestRecord, Role, Stage
+from cluster.messages import Outcome, Rejection, RequestRecord, Role, Stage
 from cluster.perf.times import LinearTimes
-from router.admission import Admission
+from router.admission import Admission, Refusal
 from router.dispatcher import Dispatcher
 from router.placement import Placer
 from router.prefix_index import PrefixIndex
@@ -127,6 +127,24 @@ def test_a_full_queue_refuses_with_a_time_to_come_back() -> None:
         assert len(refused) >= 20
         assert {(outcome, error.status) for outcome, error, _ in refused} == {(Outcome.REJECTED, 503)}
         assert all(error.retry_after_s >= 2.0 for _, error, _ in refused)
+        await c.settle()
+        c.check()
+
+    run(main())
+
+
+def test_a_displaced_request_whose_client_leaves_at_that_moment_holds_up_nobody() -> None:
+    """The queue has refused it already, and the dispatcher has not heard of that yet."""
+
+    async def main() -> None:
+        c = Cluster(max_queue=3)
+        for _ in range(110):
+            c.send()
+        waiting = next(iter(c.dispatcher._waiting))
+        request = c.dispatcher._waiting[waiting][0].request
+        c.admission.remove(waiting)
+        c.admission._refusals.append(Refusal(request, Rejection(503, "displaced", 1.0)))
+        c.dispatcher.client_left(waiting)
         await c.settle()
         c.check()
 
