@@ -107,7 +107,7 @@ def replicate(count: int) -> Callable[[Fleet], None]:
             together.add_worker(worker.info, 0.0)
             together.set_index_exact(worker.worker_id, True)
         fleet.placer = cast(Placer, together)
-        fleet.admission = Admission(fleet.config.router.admission, together)
+        fleet.admission = Admission(fleet.config.router.admission, together, fleet.config.slo.to_slo().ttft_s)
 
     return prepare
 

@@ -34,6 +34,8 @@ def command(
     from cluster.diagnosis.rules import examine
     from loadtests.sources import read, read_prompts
 
+    if prompts is None and ":" in source and not Path(source).exists():
+        _require_cluster(source, api_key)
     sources = read(source, api_key) if prompts is None else [read_prompts(prompts, tokenizer)]
     found = [(s, examine(s.evidence)) for s in sources]
     if as_json:
@@ -45,6 +47,15 @@ def command(
         return
     for s, findings in found:
         _show(s, findings, all_rules)
+
+
+def _require_cluster(source: str, api_key: str | None) -> None:
+    """Raise UserError where no router answers: there would be nothing to find, which is not the same as health."""
+    from cluster.runtime.local import fetch_status
+    from loadtests.endpoint import split_url
+
+    scheme, host, port, prefix = split_url(source)
+    fetch_status(f"{scheme}://{host}:{port}{prefix}", api_key)
 
 
 def _show(source: Source, findings: list[Finding], all_rules: bool) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cluster.commands.output import err, print_json
-from cluster.errors import UserError
+from cluster.errors import PdserveError, UserError
 
 if TYPE_CHECKING:
     from cluster.config import ClusterConfig
@@ -67,13 +67,20 @@ def command(
     if url is not None and (config is not None or shape is not None):
         raise UserError("--url measures a running cluster; leave the config and --shape out")
     slowdown: HostSlowdown | None = None
-    with err.status("measuring") as status:
-        if shape is not None:
-            samples, provenance = _bench_shape(shape, tp, layers, dtype, repeats, status)
-        elif url is not None:
-            samples, provenance, slowdown = _bench_served(url, api_key, repeats, max_batch, status)
-        else:
-            samples, provenance = _bench_engine(config, model, repeats, max_batch, status)
+    try:
+        with err.status("measuring") as status:
+            if shape is not None:
+                samples, provenance = _bench_shape(shape, tp, layers, dtype, repeats, status)
+            elif url is not None:
+                samples, provenance, slowdown = _bench_served(url, api_key, repeats, max_batch, status)
+            else:
+                samples, provenance = _bench_engine(config, model, repeats, max_batch, status)
+    except UserError:
+        raise
+    except PdserveError as e:
+        raise UserError(
+            f"fit: the engine failed while measuring: {e}; look into its log, or measure less with --max-batch"
+        ) from e
     kept, held = _hold_out(samples)
     fit = fit_steps(kept)
     residuals = dict(fit.residuals)
@@ -201,6 +208,8 @@ def _bench_served(
         "model": said["model"],
         "engine": f"{said['engine']}, as served at {url}" + (", prompts by the prefill pool" if split else ""),
         "device": info.accelerator_type or "CPU",
+        "tp": info.tp,
+        "pp": info.pp,
         **_limits(info, measured),
     }
     return measured.samples, provenance, slowdown
@@ -236,7 +245,7 @@ def _limits(info: Any, measured: Measured) -> dict[str, Any]:
         "block_size_tokens": info.block_size_tokens,
         "kv_total_blocks": info.kv_total_blocks,
         "kv_bytes_per_token": info.kv_bytes_per_token,
-        "request_overhead_s": round(median(measured.overhead_s), 6),
+        "request_overhead_s": round(median(measured.overhead_s or [0.0]), 6),
     }
 
 

@@ -41,13 +41,12 @@ def render(
         return
     target = out / ("serve-config.yaml" if serve else RENDERED)
     if compare:
-        present = target.read_text(encoding="utf-8") if target.is_file() else None
-        if present != text:
+        present = target.read_bytes() if target.is_file() else None
+        if present != text.encode():
             raise UserError(f"{target}: is not what {config} renders to; run the same command without --check")
         err.print(f"{target} is up to date")
         return
-    out.mkdir(parents=True, exist_ok=True)
-    target.write_text(text, encoding="utf-8")
+    _write(target, text, folder=out)
     err.print(f"wrote {target}")
 
 
@@ -110,15 +109,29 @@ def dashboard(
     if out is None:
         print(text, end="")
     else:
-        out.write_text(text, encoding="utf-8")
+        _write(out, text)
         err.print(f"wrote {out}")
 
 
+def _write(path: Path, text: str, folder: Path | None = None) -> None:
+    try:
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as e:
+        raise UserError(f"--out: {path} cannot be written ({e.strerror}); choose another place") from None
+
+
 def _text(source: Path) -> str:
-    if str(source) == "-":
-        return sys.stdin.read()
-    if source.is_file():
-        return source.read_text(encoding="utf-8")
+    try:
+        if str(source) == "-":
+            return sys.stdin.read()
+        if source.is_file():
+            return source.read_text(encoding="utf-8")
+    except OSError as e:
+        raise UserError(f"{source}: cannot be read ({e.strerror}); give a folder or a YAML file") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{source}: is not UTF-8 text; give a folder or a YAML file") from None
     if not source.is_dir():
         raise UserError(f"{source}: is no file and no folder")
     try:

@@ -26,8 +26,11 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (32, 256, 1024, 4096)
 STEPS = 24
 GROUP = 8
+OUTPUT = STEPS + 2 * GROUP
+"""Tokens of each sequence of a batch: what comes first and last, before all and after some decode, is left out."""
 ROUNDS = 2
 BESIDE_STEPS = 80
+BESIDE_CONTEXT = 256
 DEADLINE_S = 120.0
 SAME_STEP_S = 3e-4
 
@@ -66,7 +69,8 @@ class _Stream:
         if len(self.at) >= GROUP:
             self.settled.set()
         if item.finish_reason is not None:
-            self.done.set()
+            for event in (self.first, self.settled, self.done):
+                event.set()
 
 
 class Measurable(Protocol):
@@ -101,7 +105,8 @@ class Meter:
         self._engine, self._sampling, self._ids, self._rng = engine, sampling, token_ids, rng
         self._clock = clock
         self._progress = progress
-        self._number = 0
+        # Two runs against one router would otherwise find each other's records there.
+        self._prefix, self._number = f"fit-{rng.getrandbits(48):012x}", 0
 
     async def run(self, repeats: int = 4, max_batch: int = 32, max_context: int | None = None) -> Measured:
         """All three kinds of samples, within what the engine can hold.
@@ -110,8 +115,9 @@ class Meter:
             EngineFailed: the engine died, or a step took longer than two minutes.
         """
         info = self._engine.info
-        longest = min(info.max_model_len - STEPS - 2, max_context or info.max_model_len)
-        budget = min(info.max_num_batched_tokens, longest)
+        most = max_context or info.max_model_len
+        longest = min(info.max_model_len - OUTPUT, most)
+        budget = min(info.max_num_batched_tokens, info.max_model_len - 1, most)
         pool = info.kv_total_blocks * info.block_size_tokens
         measured = Measured()
         await self._prompt(min(64, budget), Measured())  # warm-up: first kernels and first contact
@@ -125,7 +131,7 @@ class Meter:
                 for _ in range(len(range(number, repeats, rounds))):
                     await self._prompt(tokens, measured)
             for batch in [b for b in BATCHES if b <= min(max_batch, info.max_num_seqs)]:
-                for context in [c for c in CONTEXTS if c <= longest and batch * (c + STEPS) <= 0.9 * pool]:
+                for context in [c for c in CONTEXTS if c <= longest and batch * (c + OUTPUT) <= 0.9 * pool]:
                     self._progress(f"decode of {batch} sequences with {context} tokens of context{of}")
                     await self._batch(batch, context, None, measured)
                     for prompt in (64, 512) if self._mixed else ():
@@ -133,19 +139,22 @@ class Meter:
                             await self._batch(batch, context, prompt, measured)
         return measured
 
-    async def host_slowdown(self, rounds: int = 8) -> HostSlowdown:
+    async def host_slowdown(self, rounds: int = 8) -> HostSlowdown | None:
         """How much longer prompts take while the decode pool works, and decode steps while the prefill pool does.
 
         Only where the two are different engines. Each round has its own undisturbed measurements, so that a machine
-        that drifts does not matter.
+        that drifts does not matter. None: the engines' sequences are too short to tell.
         """
-        prompt_tokens = min(512, self._engine.info.max_num_batched_tokens)
+        info = self._engine.info
+        if info.max_model_len < BESIDE_CONTEXT + BESIDE_STEPS:
+            return None
+        prompt_tokens = min(512, info.max_num_batched_tokens, info.max_model_len - 1)
         prompts, steps = [], []
         for number in range(rounds):
             self._progress(f"one pool beside the other, {number + 1} of {rounds}")
             alone = Measured()
             await self._prompt(prompt_tokens, alone)
-            streams = [await self._start(256, BESIDE_STEPS) for _ in range(2)]
+            streams = [await self._start(BESIDE_CONTEXT, BESIDE_STEPS) for _ in range(2)]
             await self._wait([s.settled for s in streams], streams)
             late = await self._start(prompt_tokens, 1)
             await self._wait([s.done for s in (*streams, late)], [*streams, late])
@@ -155,7 +164,7 @@ class Meter:
             gaps = list(itertools.pairwise(_merge(streams[0].at)))
             beside = [b - a for a, b in gaps if a >= from_s and b <= to_s]
             undisturbed = [b - a for a, b in gaps if b <= from_s or a >= to_s]
-            if len(beside) >= 4:
+            if len(beside) >= 4 and undisturbed:
                 steps.append(median(beside) / median(undisturbed))
         return HostSlowdown(max(0.0, median(prompts) - 1), max(0.0, median(steps) - 1) if steps else 0.0)
 
@@ -164,7 +173,7 @@ class Meter:
         low, high = self._ids
         ids = [self._rng.randint(low, high) for _ in range(prompt_tokens)]
         stream = _Stream(prompt_tokens, self._clock)
-        request = EngineRequest(f"fit-{self._number}", ids, self._sampling(output_tokens))
+        request = EngineRequest(f"{self._prefix}-{self._number}", ids, self._sampling(output_tokens))
         await self._engine.start(request, stream.receive)
         return stream
 
@@ -176,6 +185,8 @@ class Meter:
         for stream in streams:
             if stream.error is not None:
                 raise stream.error
+            if not stream.at:
+                raise EngineFailed("a request ended without a token while measuring")
 
     async def _prompt(self, tokens: int, measured: Measured) -> None:
         stream = await self._start(tokens, 1)
@@ -186,7 +197,7 @@ class Meter:
         measured.samples.append(StepSample(((tokens, 0),), 0, 0, duration_s))
 
     async def _batch(self, batch: int, context: int, prompt: int | None, measured: Measured) -> None:
-        streams = [await self._start(context, STEPS + 2 * GROUP) for _ in range(batch)]
+        streams = [await self._start(context, OUTPUT) for _ in range(batch)]
         await self._wait([s.first for s in streams], streams)
         late = None
         if prompt is not None:
@@ -199,6 +210,8 @@ class Meter:
         last = max(streams, key=lambda s: s.at[0])
         end = min(s.at[-1] for s in streams)
         steps = _merge([t for t in last.at if t <= end])
+        if len(steps) < 2:
+            return
         if late is None:
             gaps = [(b - a, sum(_context(s, a) for s in streams)) for a, b in itertools.pairwise(steps)]
             for i in range(0, len(gaps) - GROUP + 1, GROUP):

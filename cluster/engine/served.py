@@ -83,13 +83,15 @@ class ServedEngine:
             sink(request.request_id, EngineDelta([], finish_reason="length", compute_s=compute_s))
         except EngineFailed as failed:
             sink(request.request_id, failed)
-        except (httpx.HTTPError, ValueError, KeyError) as error:
+        except (httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError) as error:
             sink(request.request_id, EngineFailed(f"the endpoint failed: {error!r}"))
 
     async def _compute_s(self, request_id: str) -> float:
         """What the engine itself took for the prompt, from the router's record, which follows the answer."""
         for _ in range(RECORD_TRIES):
-            for record in reversed((await self._http.get("/pdserve/records")).json()):
+            response = await self._http.get("/pdserve/records")
+            response.raise_for_status()
+            for record in reversed(response.json()):
                 if record["client_request_id"] == request_id:
                     return float(record["stage_s"][Stage.PREFILL_COMPUTE.value])
             await asyncio.sleep(0.05)

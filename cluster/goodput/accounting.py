@@ -271,32 +271,43 @@ def _ratio(good: float, missed: float) -> float | None:
     return good / judged if judged else None
 
 
+REMEMBERED = 1000
+
+
 @dataclass(slots=True)
 class Totals:
     """Counters summed over sources that come and go; the sum never falls.
 
     What a source had counted stays in the sum when it leaves, and when it starts again from zero under the
-    same name (any of its counters fell).
+    same name (any of its counters fell). One that was only out of sight, and returns with counters that did not
+    fall, is counted once; that is known of the last `REMEMBERED` that left.
+
+    Attributes:
+        departed: last counters of sources that left and may return, the one that left first before the others.
+        gone: all that will not.
     """
 
     gone: GoodputCounters = field(default_factory=GoodputCounters)
     latest: dict[str, GoodputCounters] = field(default_factory=dict)
+    departed: dict[str, GoodputCounters] = field(default_factory=dict)
 
     def update(self, source: str, values: Mapping[str, float]) -> None:
-        before = self.latest.get(source)
+        before = self.latest.get(source) or self.departed.pop(source, None)
         if before is not None and any(values.get(key, 0.0) < was for key, was in before.values.items()):
             self.gone.merge(before)
         self.latest[source] = GoodputCounters(dict(values))
 
     def keep_only(self, sources: Iterable[str]) -> None:
-        """Fold every source that is no longer there into the sum of those gone."""
+        """Count every other source as departed."""
         alive = set(sources)
         for source in [s for s in self.latest if s not in alive]:
-            self.gone.merge(self.latest.pop(source))
+            self.departed[source] = self.latest.pop(source)
+        while len(self.departed) > REMEMBERED:
+            self.gone.merge(self.departed.pop(next(iter(self.departed))))
 
     def sum(self) -> GoodputCounters:
         total = self.gone.copy()
-        for counters in self.latest.values():
+        for counters in (*self.departed.values(), *self.latest.values()):
             total.merge(counters)
         return total
 

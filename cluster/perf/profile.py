@@ -11,6 +11,7 @@ measured, on what, with which command, and how well it fits.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -141,10 +142,10 @@ def read_profile(path: str | Path) -> Profile:
     """Read a profile.
 
     Raises:
-        UserError: the file is missing, of another format, or a coefficient is missing, unknown or negative.
+        UserError: the file is missing, of another format, or a key or number in it is missing, unknown or negative.
     """
     try:
-        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        data = _parse(Path(path).read_text(encoding="utf-8"))
     except OSError as e:
         raise UserError(f"profile: {path} cannot be read ({e.strerror}); write one with `pdserve fit`") from None
     except (yaml.YAMLError, UnicodeDecodeError):
@@ -155,10 +156,45 @@ def read_profile(path: str | Path) -> Profile:
     known = {f.name for f in fields(Coefficients)}
     if not isinstance(raw, dict) or not known >= set(raw) or not {"fixed_s", "token_s"} <= set(raw):
         raise UserError(f"profile: {path}: coefficients must be {', '.join(sorted(known))}")
-    bad = [name for name, v in raw.items() if isinstance(v, bool) or not isinstance(v, (int, float)) or not v >= 0]
-    if bad:
-        raise UserError(f"profile: {path}: coefficients.{bad[0]} is {raw[bad[0]]!r}, not a number of at least 0")
-    residuals = {kind: Residuals(**r) for kind, r in (data.get("residuals") or {}).items()}
+    _require_numbers(path, "coefficients", raw)
+    provenance = _mapping(path, "provenance", data.get("provenance"))
+    residuals: dict[str, Residuals] = {}
+    for kind, value in _mapping(path, "residuals", data.get("residuals")).items():
+        errors = _mapping(path, f"residuals.{kind}", value)
+        _require_keys(path, f"residuals.{kind}", errors, Residuals)
+        _require_numbers(path, f"residuals.{kind}", errors)
+        residuals[str(kind)] = Residuals(**errors)
+    slowdown = None
+    if data.get("host_slowdown") is not None:
+        shares = _mapping(path, "host_slowdown", data["host_slowdown"])
+        _require_keys(path, "host_slowdown", shares, HostSlowdown)
+        _require_numbers(path, "host_slowdown", shares)
+        slowdown = HostSlowdown(**shares)
     values = {"pair_s": 0.0, "sequence_s": 0.0, "context_token_s": 0.0, **{k: float(v) for k, v in raw.items()}}
-    slowdown = HostSlowdown(**data["host_slowdown"]) if data.get("host_slowdown") else None
-    return Profile(Coefficients(**values), data.get("provenance") or {}, residuals, slowdown)
+    return Profile(Coefficients(**values), provenance, residuals, slowdown)
+
+
+def _parse(text: str) -> Any:
+    """JSON first: YAML takes a number that JSON writes as `1e-05` for a string."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return yaml.safe_load(text)
+
+
+def _mapping(path: str | Path, where: str, value: Any) -> dict[str, Any]:
+    if value is not None and not isinstance(value, dict):
+        raise UserError(f"profile: {path}: {where} is {value!r}, not a mapping")
+    return value or {}
+
+
+def _require_keys(path: str | Path, where: str, raw: Mapping[str, Any], of: type) -> None:
+    known = {f.name for f in fields(of)}
+    if set(raw) != known:
+        raise UserError(f"profile: {path}: {where} must be {', '.join(sorted(known))}")
+
+
+def _require_numbers(path: str | Path, where: str, raw: Mapping[str, Any]) -> None:
+    for name, v in raw.items():
+        if isinstance(v, bool) or not isinstance(v, (int, float)) or not 0 <= v < math.inf:
+            raise UserError(f"profile: {path}: {where}.{name} is {v!r}, not a number of at least 0")

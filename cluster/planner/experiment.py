@@ -31,6 +31,7 @@ from pydantic import Field, ValidationError
 from cluster.config import ClusterConfig, Section, parse
 from cluster.diagnosis.evidence import gather
 from cluster.errors import ConfigError, UserError
+from cluster.planner.setting import set_path
 from cluster.planner.simulate import Run, by_tenant, simulate, summary
 from cluster.sim.fleet import Options
 from cluster.workload.spec import Workload
@@ -53,7 +54,7 @@ class Spec(Section):
     cluster: dict[str, Any] = Field(default_factory=dict)
     workload: dict[str, Any]
     rates: tuple[float, ...] = ()
-    seeds: tuple[int, ...] = (1,)
+    seeds: tuple[int, ...] = Field((1,), min_length=1)
     axes: dict[str, dict[str, Any]] = Field(default_factory=dict)
     report: Report = Report()
 
@@ -116,7 +117,9 @@ def load(path: Path) -> Spec:
 def _from_file(path: Path, given: Mapping[str, Any]) -> dict[str, Any]:
     """A scenario's workload, with the keys that stand beside `file`."""
     raw = read_yaml(path, "give a scenario", key="workload.file")
-    base = dict(raw.get("workload", raw))
+    base = raw.get("workload", raw) if isinstance(raw, dict) else raw
+    if not isinstance(base, dict):
+        raise ConfigError("workload.file", f"{path} holds no workload", "give a scenario")
     return {**base, **{k: v for k, v in given.items() if k != "file"}}
 
 
@@ -140,10 +143,13 @@ def apply(spec: Spec, settings: Iterator[Setting] | list[Setting]) -> tuple[Clus
         ConfigError: a path that does not start at `cluster` or `workload`, or a value that they refuse.
     """
     raw = {"cluster": copy.deepcopy(spec.cluster), "workload": copy.deepcopy(spec.workload)}
-    raw["cluster"].setdefault("engine", {}).setdefault("kind", "simulated")
+    engine = raw["cluster"].setdefault("engine", {})
+    if not isinstance(engine, dict):
+        raise ConfigError("cluster.engine", f"{engine!r} is not a mapping", "leave it out, or give `simulated:` in it")
+    engine.setdefault("kind", "simulated")
     for setting in settings:
         for path, value in setting.items():
-            _set(raw, path, value)
+            set_path(raw, path, value)
     config = parse(raw["cluster"])
     try:
         workload = Workload.model_validate(raw["workload"])
@@ -154,26 +160,6 @@ def apply(spec: Spec, settings: Iterator[Setting] | list[Setting]) -> tuple[Clus
     if workload.slo is not None:
         config = config.model_copy(update={"slo": workload.slo})
     return config, workload
-
-
-def _set(raw: dict[str, Any], path: str, value: Any) -> None:
-    parts = path.split(".")
-    if parts[0] not in raw or len(parts) < 2:
-        raise ConfigError(f"axes: {path}", "does not start with `cluster.` or `workload.`", "give the whole path")
-    if parts[-1] == "replicas" and isinstance(value, int) and len(parts) > 2:
-        value = {"min": value, "max": value}
-    node: Any = raw
-    for part in parts[:-1]:
-        if isinstance(node, list):
-            node = node[int(part)]
-            continue
-        if not isinstance(node.get(part), (dict, list)):
-            node[part] = {}
-        node = node[part]
-    if isinstance(node, list):
-        node[int(parts[-1])] = value
-    else:
-        node[parts[-1]] = value
 
 
 def mean_rate(workload: Workload) -> float:

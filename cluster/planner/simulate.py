@@ -15,6 +15,7 @@ from cluster.goodput.accounting import is_good, miss_stage
 from cluster.messages import Outcome, RequestRecord, Role
 from cluster.perf.hardware import table
 from cluster.sim.fleet import Fleet, Options, Transfer
+from cluster.sim.run import require_start
 from cluster.workload.arrival import Arrival
 
 QUANTILES = (0.5, 0.95, 0.99)
@@ -64,6 +65,7 @@ def simulate(
         UserError: a cluster that cannot be, or a workload without a single request.
     """
     begin = time.perf_counter()
+    require_start(config, scales=False)
     fleet = Fleet(config, options or Options(seed=seed))
     offered, first, last = 0, 0.0, 0.0
 

@@ -283,8 +283,13 @@ def fetch_status(url: str, api_key: str | None = None) -> dict[str, Any]:
                 "--api-key: an operator's key is needed (router.tenants.operators); give it or set PDSERVE_API_KEY"
             )
         response.raise_for_status()
-        value: dict[str, Any] = response.json()
-    except (httpx.HTTPError, ValueError) as e:
+        value = response.json()
+        # Other servers answer any path with a page of their own.
+        if not isinstance(value, dict) or not all(
+            isinstance(value.get(part), dict) for part in ("pools", "router", "goodput")
+        ):
+            raise ValueError("not a router's status")
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as e:
         raise UserError(
             f"--url: no pdserve answers at {url} ({type(e).__name__}); start one with `pdserve serve CONFIG`"
         ) from e

@@ -110,9 +110,11 @@ class SimEngine:
             return
         passed = bisect_right(self._ends, now)
         if passed < len(self._ends):
-            end_s = self._ends[passed - 1]
+            started_s, end_s, batch = self._ends[passed - 1], self._ends[passed], len(self._step.decodes)
             self._complete(passed)
-            self._begin(end_s)
+            self._begin(started_s)
+            if self.host is not None:
+                self._keep_end(end_s, batch)
 
     def progress(self) -> tuple[int, float, int] | None:
         """Iterations of a long step that are over, the last one's end, and the KV blocks they have taken.
@@ -171,6 +173,21 @@ class SimEngine:
         for load in self.scheduler.take_loads():
             assert self._on_load is not None, "a ticket needs somebody to pull its KV"
             self._on_load(load)
+
+    def _keep_end(self, end_s: float, batch: int) -> None:
+        """The running iteration was begun anew and ends when it did before.
+
+        It was priced with those that compute now, which is wrong for the part of it that is over; who computed beside
+        it then is in its end.
+        """
+        step = self._step
+        if step is None or step.chunks or len(step.decodes) != batch:
+            return
+        assert self._timer is not None
+        shift_s = end_s - self._ends[0]
+        self._ends = [end + shift_s for end in self._ends]
+        self._timer.cancel()
+        self._timer = self._kernel.at(self._ends[-1], self._step_over)
 
     def _stretch(self, factor: float) -> None:
         """What is left of the running step takes `factor` times as long."""

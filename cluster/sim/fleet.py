@@ -132,7 +132,7 @@ class Fleet:
             colocated=config.colocated,
             tp_pairs=config.kv_transfer.tp_pairs,
         )
-        self.admission = Admission(config.router.admission, self.placer)
+        self.admission = Admission(config.router.admission, self.placer, config.slo.to_slo().ttft_s)
         self.workers: dict[str, SimWorker] = {}
         self.gone: list[SimWorker] = []
         self.runs: dict[str, RequestRun] = {}
@@ -310,8 +310,9 @@ class Fleet:
         while (request := self.admission.next(now)) is not None:
             self._place(*self._queued.pop(request.request_id))
         for refusal in self.admission.refusals(now):
-            run, action = self._queued.pop(refusal.request.request_id)
-            self._decided(run, action, refusal.rejection)
+            entry = self._queued.pop(refusal.request.request_id, None)
+            if entry is not None:  # its client may have left since it was displaced
+                self._decided(*entry, refusal.rejection)
         self._pumping = False
         if len(self.admission) and self._pump_timer is None:
             self._pump_timer = self.kernel.after(PUMP_S, self._tick)

@@ -14,7 +14,7 @@ from cluster.autoscaling.messages import Settings
 from cluster.config import ClusterConfig
 from cluster.errors import ConfigError
 from cluster.goodput.stats import RequestStats
-from cluster.messages import RequestRecord, Role
+from cluster.messages import Outcome, RequestRecord, Role
 from cluster.sim.fleet import Fleet, Options
 from cluster.sim.scaling import GoodputDriver, Scaler
 from cluster.workload.arrival import Arrival
@@ -47,9 +47,9 @@ class Result:
     def accelerators(self) -> float:
         """Accelerators held, averaged over the run."""
         specs = self.fleet.specs
-        if self.scaler is not None and self.duration_s > 0:
+        if self.scaler is not None and self.scaler.counted_s > 0:
             held_s = self.scaler.log.held_s
-            return sum(held_s[role] * spec.tp * spec.pp for role, spec in specs.items()) / self.duration_s
+            return sum(held_s[role] * spec.tp * spec.pp for role, spec in specs.items()) / self.scaler.counted_s
         return float(sum(spec.tp * spec.pp * len(self.fleet.pool(role)) for role, spec in specs.items()))
 
     def summary(self) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def simulate(
     options = options or Options()
     started_s = time.perf_counter()
     stats = RequestStats(config.slo.to_slo())
-    users: dict[str, Callable[[], None]] = {}
+    users: dict[str, Callable[[bool], None]] = {}
 
     def on_record(record: RequestRecord) -> None:
         stats.observe(record)
@@ -118,8 +118,9 @@ def simulate(
             progress(len(fleet.records), fleet.kernel.now)
         again = users.pop(record.request_id, None)
         if again:
-            again()
+            again(record.outcome is Outcome.DONE)
 
+    require_start(config)
     fleet = Fleet(config, options, on_record)
     end_s: float | None = None
     if isinstance(workload, Workload):
@@ -135,6 +136,8 @@ def simulate(
     if fleet.runs:
         raise AssertionError(f"{len(fleet.runs)} requests never ended")
     duration_s = max((r.end_s for r in fleet.records), default=0.0)
+    if scaler is not None:
+        scaler.count_to(duration_s)
     return Result(fleet, stats, scaler, duration_s, time.perf_counter() - started_s)
 
 
@@ -148,6 +151,17 @@ def _scaler(config: ClusterConfig, fleet: Fleet, end_s: float | None) -> Scaler 
     settings = Settings.from_config(config)
     startup_s = {role: fleet.specs[role].settings.startup_s or settings.startup_s for role in fleet.specs}
     return Scaler(fleet, GoodputDriver(settings), interval_s=settings.interval_s, startup_s=startup_s, end_s=end_s)
+
+
+def require_start(config: ClusterConfig, *, scales: bool = True) -> None:
+    """Raise ConfigError for a cluster that starts without a decode engine and never gets one.
+
+    Args:
+        scales: autoscaling is simulated where the config has it.
+    """
+    if config.pool(Role.DECODE).replicas.start == 0 and not (scales and config.autoscaling.policy != "off"):
+        remedy = "start with at least 1" + (", or set autoscaling.policy" if scales else "")
+        raise ConfigError("pools.decode.replicas.initial", "0: no engine would ever serve", remedy)
 
 
 def _feed(fleet: Fleet, arrivals: Iterator[Arrival]) -> None:
@@ -165,11 +179,15 @@ def _feed(fleet: Fleet, arrivals: Iterator[Arrival]) -> None:
     schedule()
 
 
-def _closed_loop(fleet: Fleet, workload: Workload, users: dict[str, Callable[[], None]], seed: int) -> None:
-    """Users who each wait for an answer, think, and ask again."""
+def _closed_loop(fleet: Fleet, workload: Workload, users: dict[str, Callable[[bool], None]], seed: int) -> None:
+    """Users who each wait for an answer, think, and ask again.
+
+    One whose request failed waits as long as Retry-After says: at the same instant the answer would be the same.
+    """
     end_s = workload.duration_s if workload.duration_s is not None else math.inf
     left = workload.requests if workload.requests is not None else math.inf
     rng = random.Random(f"{seed}/think")
+    retry_after_s = fleet.config.router.admission.retry_after_s
 
     def ask(source: Any, index: int, think_s: float) -> None:
         nonlocal left
@@ -180,15 +198,17 @@ def _closed_loop(fleet: Fleet, workload: Workload, users: dict[str, Callable[[],
         prompt, output_tokens, session = source.next(fleet.kernel.now)
         arrival = Arrival(fleet.kernel.now, prompt, output_tokens, stream.tenant, stream.priority, session)
 
-        def again() -> None:
+        def again(done: bool) -> None:
             pause_s = rng.expovariate(1 / think_s) if think_s else 0.0
+            if not done:
+                pause_s = max(pause_s, retry_after_s)
             fleet.kernel.after(pause_s, ask, source, index, think_s)
 
         request_id = fleet.arrive(arrival)
         if request_id in fleet.runs:
             users[request_id] = again
         else:
-            again()
+            again(False)
 
     for index, stream in enumerate(workload.all_streams):
         assert isinstance(stream.arrivals, Closed)

@@ -90,6 +90,21 @@ class Scaler:
         """Replicas of a pool that hold accelerators."""
         return len(self.fleet.pool(role)) + len(self._starting[role])
 
+    @property
+    def counted_s(self) -> float:
+        """Until when `log.held_s` is counted."""
+        return self._counted_s
+
+    def count_to(self, end_s: float) -> None:
+        """Count on after the last tick, once the run is over: what is still served then holds its accelerators."""
+        since_s = self._counted_s
+        if end_s <= since_s:
+            return
+        for worker in (*self.fleet.workers.values(), *self.fleet.gone):
+            left_s = end_s if worker.left_s is None else min(worker.left_s, end_s)
+            self.log.held_s[worker.info.role] += max(0.0, left_s - max(worker.since_s, since_s))
+        self._counted_s = end_s
+
     def _tick(self) -> None:
         now = self.fleet.kernel.now
         self._count(now)

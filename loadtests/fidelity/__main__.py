@@ -88,12 +88,15 @@ def _valid_run(session: dict[str, Any], load: int) -> bool:
 
 
 def fitted(plan: Plan, folder: Path, again: bool) -> Path | None:
-    """The profile of the real engine, from its file if it is there."""
+    """The profile of the real engine, from its file if that is of this cluster and model."""
     if not plan.fit:
         return None
-    path = folder / "fitted.json"
+    path, of = folder / "fitted.json", folder / "fitted.plan.json"
+    key = {part: plan.key().get(part) for part in ("cluster", "shape")}
     if path.exists() and not again:
-        return path
+        if of.exists() and json.loads(of.read_text(encoding="utf-8")) == key:
+            return path
+        err.print(f"{path}: the profile of another cluster is not used")
     err.print("starting the cluster to measure its engines")
     with start("pdserve", folder, plan.live(_model(plan, folder))) as front:
         command = [sys.executable, "-m", "cluster.cli", "fit", "--url", front.url, "--out", str(path)]
@@ -102,6 +105,7 @@ def fitted(plan: Plan, folder: Path, again: bool) -> Path | None:
     (folder / "fit.log").write_text(done.stdout, encoding="utf-8")
     if done.returncode:
         raise UserError(f"pdserve fit failed; see {folder / 'fit.log'}")
+    of.write_text(json.dumps(key, indent=1), encoding="utf-8")
     err.print(done.stdout[-1500:])
     return path
 

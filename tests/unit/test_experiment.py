@@ -145,11 +145,17 @@ def test_a_combination_that_cannot_be_is_kept_with_its_reason(tmp_path: Path) ->
         ({"axes": {"x": {"a": {"pools.prefill": None}}}, "report": {}}, "axes: pools.prefill: does not start with"),
         ({"axes": {"x": {"a": {"cluster.pols": 1}}}, "report": {}}, "pols: unknown key; did you mean `pools`?"),
         ({"axes": {"x": {"a": {"workload.requests": 0}}}, "report": {}}, "workload.requests: input should be greater"),
+        ({"seeds": []}, "seeds: tuple should have at least 1 item"),
+        ({"cluster": {"engine": "kind"}}, "cluster.engine: 'kind' is not a mapping; leave it out"),
+        ({"axes": {"x": {"a": {"workload.streams.one.weight": 1}}}, "report": {}}, "axes: workload.streams.one.weight"),
+        ({"axes": {"x": {"a": {"workload.streams.7": 1}}}, "report": {}}, "axes: workload.streams.7: '7' is no index"),
+        ({"axes": {"x": {"a": {"workload.streams.0.a": 1}}}, "report": {}}, "axes: workload.streams.0.a: 0 holds no"),
     ],
 )
 def test_a_mistake_in_the_file_is_one_line(tmp_path: Path, change: dict, line: str) -> None:
     with pytest.raises(UserError) as caught:
-        spec = experiment.load(_write(tmp_path, {**SMALL, **change}))
+        workload = {**SMALL["workload"], "streams": ["plain"]} if "streams" in str(change) else SMALL["workload"]
+        spec = experiment.load(_write(tmp_path, {**SMALL, "workload": workload, **change}))
         for _, settings in experiment.combinations(spec):
             experiment.apply(spec, settings)
     assert str(caught.value).startswith(line) and "\n" not in str(caught.value)
@@ -161,6 +167,10 @@ def test_files_that_cannot_be_read_are_one_line(tmp_path: Path) -> None:
     (tmp_path / "bad.yaml").write_text("a: [")
     with pytest.raises(ConfigError, match="is not valid YAML"):
         experiment.load(tmp_path / "bad.yaml")
+    for text in ("[1, 2]", "workload: [1]", ""):
+        (tmp_path / "scenario.yaml").write_text(text)
+        with pytest.raises(ConfigError, match=r"^workload\.file: .*scenario\.yaml holds no workload"):
+            experiment.load(_write(tmp_path, {**SMALL, "workload": {"file": "scenario.yaml"}}))
 
 
 @pytest.mark.parametrize("path", sorted(EXPERIMENTS.glob("*.yaml")), ids=lambda p: p.stem)

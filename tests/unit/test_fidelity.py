@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path as FilePath
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ import pytest
 from cluster.config import parse
 from cluster.messages import Outcome, Path, RequestRecord, Slo
 from cluster.perf.profile import Coefficients, HostSlowdown, Profile
+from loadtests.fidelity import __main__ as fidelity
 from loadtests.fidelity import simulator
 from loadtests.fidelity.compare import agreement, errors, figures, largest
 from loadtests.fidelity.plan import PARTS, Plan, load, twin
@@ -110,3 +114,32 @@ def test_the_plans_can_be_run(part: str) -> None:
         assert max(a.prompt_tokens + a.output_tokens for a in requests) < plan.cluster["model"]["max_model_len"]
     config = twin(plan, FilePath("profile.json"), PROFILE) if plan.fit else twin(plan, None, None)
     assert config.engine.kind == "simulated"
+
+
+def test_a_profile_is_kept_for_the_cluster_it_was_measured_on(
+    tmp_path: FilePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[list[str]] = []
+
+    def measure(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        measured.append(command)
+        FilePath(command[command.index("--out") + 1]).write_text("{}")
+        return subprocess.CompletedProcess(command, 0, stdout="")
+
+    monkeypatch.setattr(fidelity, "_model", lambda *_: None)
+    monkeypatch.setattr(fidelity, "start", lambda *_: nullcontext(SimpleNamespace(url="http://here")))
+    monkeypatch.setattr(fidelity.subprocess, "run", measure)
+    plan = load("real")
+    other = plan.model_copy(update={"cluster": {**plan.cluster, "name": "other"}})
+    for wanted, again, runs in (
+        (plan, False, 1),
+        (plan, False, 1),
+        (plan.model_copy(update={"rates_per_s": (1.0,)}), False, 1),
+        (other, False, 2),
+        (other, True, 3),
+    ):
+        assert fidelity.fitted(wanted, tmp_path, again) == tmp_path / "fitted.json"
+        assert len(measured) == runs
+    (tmp_path / "fitted.plan.json").unlink()
+    fidelity.fitted(other, tmp_path, False)
+    assert len(measured) == 4

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cluster.cli import main
+from cluster.commands import fit
 from cluster.commands.fit import _hold_out
 from cluster.engine.base import EngineDelta, EngineRequest, Sink
-from cluster.engine.measure import Meter
+from cluster.engine.measure import Measured, Meter
 from cluster.engine.simulation.virtual_time import run_virtual
 from cluster.errors import EngineFailed
 from cluster.messages import Role, WorkerInfo
@@ -101,13 +105,14 @@ class VirtualPair:
 
 
 def test_what_one_pool_costs_the_other_on_a_shared_host_is_measured() -> None:
-    async def measure() -> HostSlowdown:
+    async def measure() -> HostSlowdown | None:
         meter = Meter(
             VirtualPair(0.2, 0.5), int, (5, 50), random.Random(1), clock=asyncio.get_running_loop().time, mixed=False
         )
         return await meter.host_slowdown()
 
     measured = run_virtual(measure())
+    assert measured is not None
     assert (measured.prefill, measured.decode) == (pytest.approx(0.2), pytest.approx(0.5))
 
 
@@ -116,9 +121,9 @@ async def test_the_coefficients_of_a_known_engine_come_back() -> None:
     measured = await _meter(engine).run(repeats=2, max_batch=32)
     kinds = {s.kind for s in measured.samples}
     assert kinds == {"prefill", "decode", "mixed"}
-    fit = fit_steps(measured.samples)
-    assert fit.residuals["all"].p90 < 0.02
-    c = fit.coefficients
+    fitted = fit_steps(measured.samples)
+    assert fitted.residuals["all"].p90 < 0.02
+    c = fitted.coefficients
     assert c.fixed_s == pytest.approx(TRUE.fixed_s, rel=0.05) and c.token_s == pytest.approx(TRUE.token_s, rel=0.05)
     assert c.context_token_s == pytest.approx(TRUE.context_token_s, rel=0.1)
     assert sorted(measured.overhead_s)[len(measured.overhead_s) // 2] == pytest.approx(OVERHEAD_S, rel=0.01)
@@ -143,3 +148,101 @@ def test_a_fifth_is_held_out_unless_there_are_few() -> None:
     kept, held = _hold_out(samples)  # type: ignore[arg-type]
     assert held == [4, 9, 14, 19] and sorted(kept + held) == samples
     assert _hold_out(samples[:10]) == (samples[:10], [])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("max_model_len", [8, 16, 64, 100, 512])
+async def test_requests_fit_the_longest_sequence_of_the_engine(max_model_len: int) -> None:
+    engine = VirtualEngine()
+    engine.info = WorkerInfo("w", "i", Role.DECODE, 16, 4096, 4096, 64, 2048, max_model_len)
+    asked: list[tuple[int, int]] = []
+    start = engine.start
+
+    async def noted(request: EngineRequest, sink: Sink) -> None:
+        asked.append((len(request.prompt_token_ids), request.sampling))
+        await start(request, sink)
+
+    engine.start = noted  # type: ignore[method-assign]
+    await _meter(engine).run(repeats=1)
+    assert min(prompt for prompt, _ in asked) >= 1
+    assert max(prompt + output for prompt, output in asked) <= max_model_len
+
+
+@pytest.mark.parametrize(("max_model_len", "measured"), [(335, False), (336, True), (400, True)])
+def test_host_slowdown_is_measured_where_its_sequences_fit(max_model_len: int, measured: bool) -> None:
+    pair = VirtualPair(0.2, 0.5)
+    pair.info = WorkerInfo("w", "i", Role.DECODE, 16, 4096, 4096, 64, 2048, max_model_len)
+
+    async def measure() -> HostSlowdown | None:
+        clock = asyncio.get_running_loop().time
+        return await Meter(pair, int, (5, 50), random.Random(1), clock=clock, mixed=False).host_slowdown()
+
+    found = run_virtual(measure())
+    assert (found is not None) == measured
+    if found is not None:
+        assert found.prefill == pytest.approx(0.2)
+
+
+class AllAtOnce(VirtualEngine):
+    """Every token of a request in one instant, as from a proxy that buffers; or none at all."""
+
+    def __init__(self, tokens: bool = True) -> None:
+        super().__init__()
+        self._tokens = tokens
+
+    async def start(self, request: EngineRequest, sink: Sink) -> None:
+        self.now += 1e-2
+        sink(request.request_id, EngineDelta([1] * request.sampling * self._tokens, finish_reason="length"))
+
+
+async def test_steps_that_cannot_be_told_apart_give_no_sample() -> None:
+    meter = _meter(AllAtOnce())
+    measured = await meter.run(repeats=1)
+    assert {s.kind for s in measured.samples} == {"prefill"}
+    assert (await meter.host_slowdown(rounds=2)) == HostSlowdown(0.0, 0.0)
+
+
+async def test_a_request_without_a_token_ends_the_measurement() -> None:
+    with pytest.raises(EngineFailed, match="ended without a token"):
+        await _meter(AllAtOnce(tokens=False)).run()
+
+
+async def test_two_meters_never_use_one_id() -> None:
+    ids: list[set[str]] = []
+    for seed in (1, 2):
+        engine, mine = VirtualEngine(), set()
+        start = engine.start
+
+        async def noted(request: EngineRequest, sink: Sink, start: Any = start, mine: set[str] = mine) -> None:
+            mine.add(request.request_id)
+            await start(request, sink)
+
+        engine.start = noted  # type: ignore[method-assign]
+        await Meter(engine, int, (5, 50), random.Random(seed), clock=lambda: 0.0).run(repeats=1, max_batch=1)
+        ids.append(mine)
+    assert ids[0] and not ids[0] & ids[1]
+
+
+def test_an_engine_that_fails_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise EngineFailed("no output for 120 s while measuring")
+
+    monkeypatch.setattr(fit, "_bench_engine", fails)
+    with pytest.raises(SystemExit) as ended:
+        main(["fit", "--out", str(tmp_path / "p.json")])
+    assert ended.value.code == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "fit: the engine failed while measuring: no output for 120 s while measuring; look into its log" in said
+    assert "Traceback" not in said and not (tmp_path / "p.json").exists()
+
+
+def test_a_served_profile_says_its_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def measured(*_: Any) -> Any:
+        return Measured([], [0.001]), None, replace(VirtualEngine().info, tp=2, pp=3)
+
+    monkeypatch.setattr(fit, "_measure_served", measured)
+    said = {"model": "m", "engine": "vllm", "pools": {"decode": {}}}
+    monkeypatch.setattr("cluster.runtime.local.fetch_status", lambda *_: said)
+    _, provenance, _ = fit._bench_served("http://x", None, 1, 1, None)
+    assert (provenance["tp"], provenance["pp"]) == (2, 3)

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 
 from cluster.errors import UserError
 from cluster.perf.fitting import StepSample, fit_steps, fit_transfer, residuals_of
-from cluster.perf.profile import Coefficients, Profile, ProfileTimes, read_profile, write_profile
+from cluster.perf.profile import (
+    Coefficients,
+    HostSlowdown,
+    Profile,
+    ProfileTimes,
+    Residuals,
+    read_profile,
+    write_profile,
+)
 
 TRUE = Coefficients(2e-3, 4e-5, 3e-9, 1e-4, 2e-7)
 
@@ -93,3 +102,31 @@ def test_a_file_that_is_no_profile_is_one_line(tmp_path, content: str, line: str
         read_profile(path)
     with pytest.raises(UserError, match="cannot be read"):
         read_profile(tmp_path / "missing.json")
+
+
+@pytest.mark.parametrize("name", ["p.json", "p.yaml"])
+def test_small_numbers_are_read_back_as_numbers(tmp_path, name: str) -> None:
+    profile = Profile(Coefficients(1e-05, 2e-05, 1e-10, 0.0, 3e-08), {}, {"all": Residuals(9, 1e-05, 0.1, 0.2)})
+    profile = replace(profile, host_slowdown=HostSlowdown(1e-05, 0.0))
+    write_profile(profile, tmp_path / name)
+    assert read_profile(tmp_path / name) == profile
+
+
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [
+        ({"host_slowdown": 0.3}, "host_slowdown is 0.3, not a mapping"),
+        ({"host_slowdown": {"prefill": 0.3}}, "host_slowdown must be decode, prefill"),
+        ({"host_slowdown": {"prefill": 0.3, "decode": -1}}, "host_slowdown.decode is -1, not a number of at least 0"),
+        ({"residuals": [1]}, r"residuals is \[1\], not a mapping"),
+        ({"residuals": {"all": 3}}, "residuals.all is 3, not a mapping"),
+        ({"residuals": {"all": {"median": 1}}}, "residuals.all must be max, median, p90, samples"),
+        ({"provenance": "mine"}, "provenance is 'mine', not a mapping"),
+    ],
+)
+def test_a_mistake_beside_the_coefficients_is_one_line(tmp_path, more: dict, line: str) -> None:
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps({"format": 1, "coefficients": {"fixed_s": 1, "token_s": 1}, **more}))
+    with pytest.raises(UserError, match=line) as caught:
+        read_profile(path)
+    assert "\n" not in str(caught.value)

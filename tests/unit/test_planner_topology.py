@@ -8,7 +8,10 @@ import pytest
 
 from cluster.errors import UserError
 from cluster.messages import Slo
+from cluster.perf.hardware import hardware
 from cluster.perf.model_shape import model_shape
+from cluster.perf.profile import Coefficients, Profile, write_profile
+from cluster.perf.source import step_times
 from cluster.planner.layout import Layout, Pool, Topology, parse_topology, require_pair
 from cluster.planner.rates import DecodeCurve, MixedCurve, PrefillCurve, Workload, highest_rate
 from cluster.planner.topology import Planner, Question, pareto
@@ -123,6 +126,18 @@ def test_what_cannot_be_is_one_line(changes, line: str) -> None:
     with pytest.raises(UserError) as caught:
         Planner(_question(**changes)).search()
     assert str(caught.value).startswith(line) and "\n" not in str(caught.value)
+
+
+def test_a_profile_rates_only_the_layout_it_was_measured_at(tmp_path) -> None:
+    path = tmp_path / "p.json"
+    write_profile(Profile(Coefficients(5e-3, 2e-5, 0.0, 1e-4, 1e-8), {"tp": 4, "pp": 1}), path)
+    answer = Planner(_question(shape=QWEN, times="profile", profile=str(path))).search()
+    assert {pool.layout.tp for entry in answer.rated for pool in entry.topology.pools} == {4}
+    assert answer.impossible["H100 tp8"] == (
+        "profile: measured at tp=4 pp=1, not tp=8 pp=1; use that layout or --times roofline"
+    )
+    write_profile(Profile(Coefficients(5e-3, 2e-5, 0.0, 1e-4, 1e-8)), path)
+    assert step_times("profile", QWEN, hardware("H100"), 8, profile=str(path)).step_s((), 1, 0) > 0
 
 
 def test_replicated_heads_cannot_go_to_a_narrower_decode_group() -> None:

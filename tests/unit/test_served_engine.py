@@ -88,3 +88,21 @@ async def test_whatever_goes_wrong_ends_the_measurement(answer: httpx.Response) 
 def test_several_replicas_are_not_measured_as_one(prefill: int, decode: int) -> None:
     with pytest.raises(UserError, match="replicas; a profile is measured on one"):
         ServedEngine(httpx.AsyncClient(), status(prefill, decode))
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        httpx.Response(500, json=[]),
+        httpx.Response(401, json={"error": "no key"}),
+        httpx.Response(200, json=None),
+        httpx.Response(200, json=["record"]),
+        httpx.Response(200, json=[{"client_request_id": "fit-1", "stage_s": None}]),
+    ],
+)
+async def test_records_that_cannot_be_read_end_the_measurement(records: httpx.Response) -> None:
+    def answers(request: httpx.Request) -> httpx.Response:
+        return records if request.url.path == "/pdserve/records" else httpx.Response(200, content=sse(token(9)))
+
+    got = await ask(answers, 1)
+    assert isinstance(got[-1], EngineFailed) and "the endpoint failed" in str(got[-1])

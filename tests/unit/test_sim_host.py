@@ -17,19 +17,21 @@ from cluster.sim.kernel import Kernel
 
 # A prompt of n tokens takes n ms, reading a token of KV 10 us.
 TIMES = LinearTimes(fixed_s=0.0, per_sequence_s=1e-5, nominal_context_tokens=1, per_prefill_token_s=1e-3)
+# A decode step takes more than 50 ms: the other engine begins and ends work in the middle of it.
+SLOW = LinearTimes(fixed_s=0.05, per_sequence_s=1e-5, nominal_context_tokens=1, per_prefill_token_s=1e-3)
 
 
 class Bench:
     """Two engines on one host; `ends` holds when each request's prompt was computed."""
 
-    def __init__(self, slowdown: HostSlowdown, max_repeats: int = 128) -> None:
-        self.kernel, self.ends = Kernel(), {}
+    def __init__(self, slowdown: HostSlowdown, max_repeats: int = 128, times: LinearTimes = TIMES) -> None:
+        self.kernel, self.ends, self.times = Kernel(), {}, times
         host = Host()
         self.engines = [self._engine(host, slowdown, max_repeats) for _ in range(2)]
 
     def _engine(self, host: Host, slowdown: HostSlowdown, max_repeats: int) -> SimEngine:
         config = SchedulerConfig(kv_blocks=1000, max_num_batched_tokens=4096)
-        engine = SimEngine(self.kernel, config, TIMES, random.Random(0), self._on_output, max_repeats=max_repeats)
+        engine = SimEngine(self.kernel, config, self.times, random.Random(0), self._on_output, max_repeats=max_repeats)
         engine.host, engine.host_slowdown = host, slowdown
         return engine
 
@@ -91,3 +93,23 @@ def test_one_event_for_many_iterations_changes_nothing(slowdown: HostSlowdown) -
         ends.append(bench.run())
     assert len(ends[0]) == 60
     assert ends[0] == {name: pytest.approx(end_s) for name, end_s in ends[1].items()}
+
+
+@pytest.mark.parametrize("slowdown", [HostSlowdown(0.3, 0.6), HostSlowdown(1.0, 0.4)])
+def test_being_looked_at_changes_no_end(slowdown: HostSlowdown) -> None:
+    ends = []
+    for looks in (0, 5000):
+        rng, bench = random.Random(5), Bench(slowdown, times=SLOW)
+        for number in range(60):
+            bench.submit(rng.random() * 60, number % 2, str(number), rng.randrange(1, 200), rng.randrange(1, 60))
+        for _ in range(looks):
+            bench.kernel.at(rng.random() * 65, _look, bench.engines[rng.randrange(2)])
+        ends.append(bench.run())
+    assert len(ends[0]) == 60
+    assert ends[0] == {name: pytest.approx(end_s) for name, end_s in ends[1].items()}
+
+
+def _look(engine: SimEngine) -> None:
+    # With a sequence waiting, a look would let it into the iteration that runs.
+    if not engine.scheduler.waiting_count:
+        engine.sync()
