@@ -147,7 +147,7 @@ class AdmissionConfig(Section):
     backlog_fraction: float = Field(
         0.25,
         gt=0,
-        description="share of its TTFT limit that a prompt may queue in an engine; beyond, it waits in the router",
+        description="share of `slo.ttft_ms` that a prompt may queue in an engine; beyond, it waits in the router",
     )
     wait_for_workers: bool = Field(
         False, description="without a ready worker wait in the router instead of 503: for pools that scale to zero"
