@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from typing import cast
 
 import typer
 
@@ -29,6 +30,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "reference": ("reference", "published figures of the field beside what this code computes"),
     "k8s": ("k8s", "Kubernetes manifests from a config, and a check of them"),
 }
+
+
+# typer's own base of everything that is wrong with a command line.
+_UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[1])
 
 
 def _build(names: list[str]) -> typer.Typer:
@@ -56,12 +61,23 @@ def main(argv: list[str] | None = None) -> None:
     args = sys.argv[1:] if argv is None else argv
     names = [args[0]] if args and args[0] in COMMANDS else list(COMMANDS)
     try:
-        _build(names)(args=args, prog_name="pdserve")
+        status = _build(names)(args=args, prog_name="pdserve", standalone_mode=False)
     except UserError as mistake:
         complain(str(mistake))
         raise SystemExit(2) from None
+    except _UsageError as mistake:
+        if "\n" in mistake.format_message():  # the help, of a command that was given nothing
+            mistake.show()
+        else:
+            path = mistake.ctx.command_path if mistake.ctx is not None else "pdserve"
+            complain(f"{mistake.format_message().rstrip('.')}; see `{path} --help`")
+        raise SystemExit(2) from None
+    except typer.Abort:
+        raise SystemExit(130) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+    if isinstance(status, int) and status:
+        raise SystemExit(status)
 
 
 if __name__ == "__main__":
