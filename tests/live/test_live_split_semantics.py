@@ -238,7 +238,9 @@ def test_five_hundred_random_cancels_leave_nothing_within_two_seconds(served: Se
     waited_s = wait_for(served.idle, 20, "engines idle and no lease open")
     assert left > 200
     ends = Counter(record["outcome"] for record in served.records()[before:])
-    assert ends["cancelled"] > 0.8 * left, f"{left} clients left; {dict(ends)}"
+    # Some left before their request was sent, some as their answer was on its way; nobody else was served to the end.
+    assert ends["done"] < 500 - left + 0.1 * left, f"{left} clients left; {dict(ends)}"
+    assert ends["cancelled"] > 0.5 * left, f"{left} clients left; {dict(ends)}"
     assert waited_s < 2, f"idle only after {waited_s:.1f} s"
     wait_for(lambda: [r["kv_used_blocks"] for r in served.replicas()] == start, 2, "the start level of blocks")
 
