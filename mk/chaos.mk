@@ -1,6 +1,6 @@
 .PHONY: chaos chaos-memory chaos-simulated chaos-vllm drain
 
-chaos: setup  ## kill and stop workers and routers under load, every token checked; about 25 minutes
+chaos: setup  ## kill and stop workers and routers under load, every token checked; about 20 minutes
 	@$(BIN)/python -m tests.chaos
 
 chaos-memory: setup  ## 300 faults in virtual time: dispatcher and lifecycle over pools in memory, under a minute

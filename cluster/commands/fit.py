@@ -7,7 +7,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
@@ -91,7 +91,7 @@ def command(
         "measured_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "host": f"{platform.machine()}, {platform.system()}",
     }
-    profile = Profile(replace(fit.coefficients), provenance, residuals, slowdown)
+    profile = Profile(fit.coefficients, provenance, residuals, slowdown)
     write_profile(profile, out)
     if samples_out is not None:
         _write_samples(samples, profile, samples_out)

@@ -3,8 +3,8 @@
     python -m loadtests.fidelity                             # valid runs in out/fidelity are not measured again
     python -m loadtests.fidelity --part simulated --again    # one part, measured again
 
-`simulated`: simulated engines in real time under Ray. `real`: vLLM engines on CPU; `pdserve fit` measures one of them
-first. Prints the tables as Markdown and, last, one line of JSON with the largest errors.
+`simulated`: simulated engines in real time under Ray. `real`: vLLM engines on CPU; `pdserve fit --url` measures such a
+cluster first. Prints the tables as Markdown and, last, one line of JSON with the largest errors.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ from router.gateway.fields import (
 SALT_CHARS = 512
 # The transfer between the pools is the router's own business; what a client sends of it is dropped.
 DROPPED = ("kv_transfer_params", "ec_transfer_params")
-# Headers by which vLLM's own layer would let a client choose what is checked in the body, or the router's to choose.
+# vLLM's layer reads these headers too: a priority that no check of the body has seen, and a choice that is placement's.
 DROPPED_HEADERS = frozenset({b"x-vllm-priority", b"x-data-parallel-rank"})
 
 _COMMON: dict[str, Check] = {

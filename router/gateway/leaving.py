@@ -11,7 +11,7 @@ import asyncio
 
 from router.gateway.asgi import App, Message, Receive, Scope, Send
 
-# A handler that listens ends within the same turn of the event loop; one that does not is cancelled after this.
+# A handler that listens ends within a few turns of the event loop; one that does not is cancelled after both of these.
 GRACE_S = 1.0
 TURNS = 16
 
