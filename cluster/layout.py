@@ -31,6 +31,10 @@ _TYPES = """
     MOBILINT_REGULUS M1 M1-Pro M1-Max M1-Ultra M2 M2-Pro M2-Max M2-Ultra M3 M3-Pro M3-Max Apple-Silicon
     """
 RAY_ACCELERATOR_TYPES = frozenset(_TYPES.split())
+# vLLM's executor of a single rank on GPUs. Named by its path: by its short name `uni` it is two processes on CPU. The
+# second one polls for what the first computes: beside another engine on two cores, decode steps took 70% longer
+# (docs/architecture.md).
+IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 # Ray's own amount: it marks the type of a node and is never used up.
 TYPE_MARK = 0.001
 
@@ -53,7 +57,7 @@ class ReplicaLayout:
         bundles: of its placement group; the replica's own process lives in the first.
         strategy: Ray's placement strategy.
         actor_resources: what the replica's own process takes of the first bundle.
-        executor: vLLM's `distributed_executor_backend`, None where there is one rank.
+        executor: vLLM's `distributed_executor_backend`; None for one rank on a GPU, where its own choice is good.
         accelerators: GPUs of one replica (CPU ranks without a GPU).
     """
 
@@ -97,7 +101,7 @@ def replica_layout(config: ClusterConfig, role: Role, *, on_cpu: bool) -> Replic
     if layout.pp == 1:
         bundle = {"CPU": pool.num_cpus, **_accelerators(pool, world, uses_gpu, ray_type)}
         ranks = tuple(Rank(dp, 0, tp, 0) for dp in range(layout.dp) for tp in range(layout.tp))
-        executor = "mp" if world > 1 else None
+        executor = "mp" if world > 1 else IN_PROCESS if on_cpu else None
         return ReplicaLayout((bundle,), "STRICT_PACK", bundle, executor, ranks, world, pool.accelerator, uses_gpu)
     spans = uses_gpu and (per_node is None or world > per_node)
     one = _accelerators(pool, 1, uses_gpu, ray_type)

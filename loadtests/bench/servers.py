@@ -6,8 +6,8 @@
 | `direct` | a prefill and a decode engine, each behind vLLM's own server; the client makes the two calls itself |
 | `pdserve` | `pdserve serve` with one prefill and one decode engine |
 
-Engines get what `cluster/engine/vllm` gives its own: threads, KV size, the CPU plugin's switches, the connector, and
-they are compiled or not alike.
+Engines get what `cluster/engine/vllm` gives its own: threads, executor, KV size, the CPU plugin's switches, the
+connector, and they are compiled or not alike.
 """
 
 from __future__ import annotations
@@ -108,6 +108,8 @@ def _vllm(stack: ExitStack, folder: Path, name: str, role: Role, config: Cluster
     arguments += ["--no-enable-log-requests", "--disable-uvicorn-access-log", "--enable-prompt-tokens-details"]
     if settings.eager:
         arguments.append("--enforce-eager")
+    if settings.executor is not None:
+        arguments += ["--distributed-executor-backend", settings.executor]
     if settings.kv_cache_bytes is not None:
         arguments += ["--kv-cache-memory-bytes", str(settings.kv_cache_bytes)]
     if settings.kv_transfer is not None:

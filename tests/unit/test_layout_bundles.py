@@ -8,7 +8,7 @@ import pytest
 
 from cluster.config import ClusterConfig, parse
 from cluster.errors import ConfigError
-from cluster.layout import RAY_ACCELERATOR_TYPES, Rank, ReplicaLayout, replica_layout
+from cluster.layout import IN_PROCESS, RAY_ACCELERATOR_TYPES, Rank, ReplicaLayout, replica_layout
 from cluster.messages import Role
 
 
@@ -31,8 +31,10 @@ def test_tensor_parallel_ranks_share_one_bundle_so_they_share_a_node() -> None:
     assert found.actor_resources == found.bundles[0]
 
 
-def test_one_rank_needs_no_executor() -> None:
+def test_one_rank_computes_in_the_process_of_its_engine() -> None:
     assert layout(tp=1).executor is None
+    assert layout(tp=1, on_cpu=True).executor == IN_PROCESS
+    assert layout(tp=2, on_cpu=True).executor == layout(dp=2, on_cpu=True).executor == "mp"
     assert layout(tp=1).bundles == ({"CPU": 0.5, "GPU": 1.0},)
 
 

@@ -37,7 +37,7 @@ class EngineSettings:
         kv_cache_bytes: size of the KV cache of one rank; None = vLLM measures what is free.
         eager: do not compile the model.
         ports: the reservation, kept for the life of the engine.
-        executor: how vLLM starts its ranks; None where there is one. Left open, it would guess from Ray's presence.
+        executor: how vLLM starts its ranks; None leaves it to vLLM, which guesses from Ray's presence.
     """
 
     model_path: str
