@@ -13,6 +13,7 @@ import msgspec
 import uvloop
 
 from cluster.errors import UserError
+from cluster.runtime.urgent import urgent
 from cluster.workload.text import TextWriter
 from loadtests.endpoint import Endpoint, RequestWriter
 from loadtests.runner import Job, Progress, Run, Runner
@@ -25,7 +26,7 @@ READY_S = 60.0
 def run_job(job: Job, endpoint: Endpoint, tokenizer: str, processes: int = 1, progress: Progress | None = None) -> Run:
     """Run a job here, or in `processes` children. Blocks until the last request has ended."""
     if processes == 1:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
+        with urgent(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
             return loop.run(Runner(job, _writer(endpoint, tokenizer)).run(progress))
     return _run_in_children(job, endpoint, tokenizer, processes, progress)
 
@@ -79,7 +80,7 @@ def _child(pipe: Connection, job: Job, endpoint: Endpoint, tokenizer: str) -> No
     writer = _writer(endpoint, tokenizer)
     pipe.send("ready")
     start = pipe.recv()
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
+    with urgent(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
         run = loop.run(Runner(job, writer, start_at=start).run())
     wire = {"samples": [s.to_wire() for s in run.samples], "late": run.loop_late_s, "length_s": run.length_s}
     pipe.send_bytes(msgspec.msgpack.encode(wire))

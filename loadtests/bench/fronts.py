@@ -23,6 +23,7 @@ from rich.console import Console
 
 from cluster.errors import UserError
 from cluster.messages import Outcome
+from cluster.runtime.urgent import urgent
 from cluster.workload.structures import Ids
 from cluster.workload.text import TextWriter
 from loadtests.bench.cpu import cpu_by_process, spent
@@ -115,7 +116,11 @@ def measure(
 ) -> dict[int, dict[str, Any]]:
     """Every concurrency on one front, `repeats` times; medians."""
     err.print(f"{mode}: starting")
-    with start(mode, folder, changes) as front, asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
+    with (
+        start(mode, folder, changes) as front,
+        urgent(),
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop,
+    ):
         endpoint = Endpoint(front.url, "embedded", api="tokens", tenant_header=None)
         writer = RequestWriter(endpoint, TextWriter(find_tokenizer("embedded", "embedded")))
         ids = Ids(seed, MODES.index(mode))
