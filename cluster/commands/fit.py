@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -59,7 +58,7 @@ def command(
     Example: [bold]pdserve fit --url http://127.0.0.1:8000 --out profiles/served.json[/bold]
     Example: [bold]pdserve fit --shape llama3-8b --out profiles/llama3-8b.json[/bold]
     """
-    from cluster.perf.fitting import fit_steps, residuals_of
+    from cluster.perf.fitting import fit_steps, residuals_of, variation_of
     from cluster.perf.profile import Profile, write_profile
 
     if dtype not in ("bfloat16", "float16", "float32"):
@@ -70,17 +69,18 @@ def command(
     try:
         with err.status("measuring") as status:
             if shape is not None:
-                samples, provenance = _bench_shape(shape, tp, layers, dtype, repeats, status)
+                measured, provenance = _bench_shape(shape, tp, layers, dtype, repeats, status)
             elif url is not None:
-                samples, provenance, slowdown = _bench_served(url, api_key, repeats, max_batch, status)
+                measured, provenance, slowdown = _bench_served(url, api_key, repeats, max_batch, status)
             else:
-                samples, provenance = _bench_engine(config, model, repeats, max_batch, status)
+                measured, provenance = _bench_engine(config, model, repeats, max_batch, status)
     except UserError:
         raise
     except PdserveError as e:
         raise UserError(
             f"fit: the engine failed while measuring: {e}; look into its log, or measure less with --max-batch"
         ) from e
+    samples = measured.samples
     kept, held = _hold_out(samples)
     fit = fit_steps(kept)
     residuals = dict(fit.residuals)
@@ -91,7 +91,8 @@ def command(
         "measured_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "host": f"{platform.machine()}, {platform.system()}",
     }
-    profile = Profile(fit.coefficients, provenance, residuals, slowdown)
+    variation = variation_of(fit.coefficients, [samples[first:end] for first, end in measured.decode_batches])
+    profile = Profile(fit.coefficients, provenance, residuals, slowdown, variation)
     write_profile(profile, out)
     if samples_out is not None:
         _write_samples(samples, profile, samples_out)
@@ -109,6 +110,8 @@ def command(
         )
     if slowdown is not None:
         print(f"  beside the other pool: prompts {slowdown.prefill:+.1%}, decode steps {slowdown.decode:+.1%}")
+    if variation:
+        print(f"  decode steps of a batch took {variation[0]:.2f} to {variation[-1]:.2f} times as long as fitted")
     print(f"wrote {out}")
 
 
@@ -139,7 +142,8 @@ def _write_samples(samples: list[StepSample], profile: Profile, path: Path) -> N
 
 def _bench_shape(
     name: str, tp: int, layers: int, dtype: str, repeats: int, status: Any
-) -> tuple[list[StepSample], dict[str, Any]]:
+) -> tuple[Measured, dict[str, Any]]:
+    from cluster.engine.measure import Measured
     from cluster.engine.measure_shape import measure_shape
     from cluster.perf.model_shape import model_shape
 
@@ -150,7 +154,7 @@ def _bench_shape(
     import torch
 
     scaling = f"{run.sampled_layers} of {run.layers} layers timed and scaled; one rank of tp {tp}, without all-reduces"
-    return run.samples, {
+    return Measured(run.samples), {
         "model": shape.name,
         "engine": f"torch {torch.__version__}, random weights, eager",
         "device": run.device,
@@ -163,10 +167,11 @@ def _bench_shape(
 
 def _bench_engine(
     path: Path | None, model: str, repeats: int, max_batch: int, status: Any
-) -> tuple[list[StepSample], dict[str, Any]]:
+) -> tuple[Measured, dict[str, Any]]:
     import asyncio
 
     from cluster.config import load, parse
+    from cluster.engine.measure import engine_limits
     from cluster.messages import Role
 
     config = load(path) if path is not None else parse({"model": {"id": model}})
@@ -189,20 +194,27 @@ def _bench_engine(
         "dtype": config.model.dtype,
         "tp": layout.tp,
         "pp": layout.pp,
-        **_limits(info, measured),
+        **engine_limits(info, measured),
     }
-    return measured.samples, provenance
+    return measured, provenance
 
 
 def _bench_served(
     url: str, api_key: str | None, repeats: int, max_batch: int, status: Any
-) -> tuple[list[StepSample], dict[str, Any], HostSlowdown | None]:
+) -> tuple[Measured, dict[str, Any], HostSlowdown | None]:
     import asyncio
 
+    from cluster.engine.measure import engine_limits
+    from cluster.engine.served import measure_served
     from cluster.runtime.local import fetch_status
+    from cluster.runtime.urgent import urgent
 
     said = fetch_status(url, api_key)
-    measured, slowdown, info = asyncio.run(_measure_served(url, api_key, said, repeats, max_batch, status))
+    with urgent():
+        found = asyncio.run(
+            measure_served(url, api_key, said, repeats, max_batch, lambda line: status.update(f"measuring {line}"))
+        )
+    info, measured = found.info, found.measured
     split = "prefill" in said["pools"]
     provenance = {
         "model": said["model"],
@@ -210,50 +222,16 @@ def _bench_served(
         "device": info.accelerator_type or "CPU",
         "tp": info.tp,
         "pp": info.pp,
-        **_limits(info, measured),
+        **engine_limits(info, measured),
     }
-    return measured.samples, provenance, slowdown
-
-
-async def _measure_served(
-    url: str, api_key: str | None, said: dict[str, Any], repeats: int, max_batch: int, status: Any
-) -> tuple[Measured, HostSlowdown | None, Any]:
-    import random
-
-    import httpx
-
-    from cluster.engine.measure import Meter
-    from cluster.engine.served import ServedEngine
-
-    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)
-    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=150, limits=limits) as http:
-        engine = ServedEngine(http, said)
-        split = "prefill" in said["pools"]
-        meter = Meter(
-            engine, int, (300, 1900), random.Random(), lambda line: status.update(f"measuring {line}"), mixed=not split
-        )
-        measured = await meter.run(repeats, max_batch)
-        return measured, await meter.host_slowdown() if split else None, engine.info
-
-
-def _limits(info: Any, measured: Measured) -> dict[str, Any]:
-    """What a simulated engine of this profile needs to know as well."""
-    return {
-        "max_num_batched_tokens": info.max_num_batched_tokens,
-        "max_num_seqs": info.max_num_seqs,
-        "block_size_tokens": info.block_size_tokens,
-        "kv_total_blocks": info.kv_total_blocks,
-        "kv_bytes_per_token": info.kv_bytes_per_token,
-        "request_overhead_s": round(median(measured.overhead_s or [0.0]), 6),
-    }
+    return measured, provenance, found.host_slowdown
 
 
 async def _measure(config: ClusterConfig, repeats: int, max_batch: int, status: Any) -> tuple[Measured, Any]:
     import random
 
     from cluster.engine.factory import create_engine
-    from cluster.engine.measure import Meter
+    from cluster.engine.measure import REST_S, Meter
     from cluster.messages import Role
 
     status.update("starting the engine")
@@ -267,7 +245,14 @@ async def _measure(config: ClusterConfig, repeats: int, max_batch: int, status: 
                 return PlainSampling(max_tokens=max_tokens, ignore_eos=True)
         else:
             from cluster.engine.vllm.sampling import greedy
-        meter = Meter(engine, greedy, (300, 1900), random.Random(0), lambda line: status.update(f"measuring {line}"))
+        meter = Meter(
+            engine,
+            greedy,
+            (300, 1900),
+            random.Random(0),
+            lambda line: status.update(f"measuring {line}"),
+            rest_s=REST_S,
+        )
         return await meter.run(repeats, max_batch), engine.info
     finally:
         await engine.shutdown()

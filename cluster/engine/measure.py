@@ -12,7 +12,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import fmean, median
 from typing import Any, Protocol
 
 from cluster.engine.base import EngineDelta, EngineRequest, Sink
@@ -23,7 +23,7 @@ from cluster.perf.profile import HostSlowdown
 
 PROMPTS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
-CONTEXTS = (32, 256, 1024, 4096)
+CONTEXTS = (32, 256, 512, 1024, 4096)
 STEPS = 24
 GROUP = 8
 OUTPUT = STEPS + 2 * GROUP
@@ -33,13 +33,20 @@ BESIDE_STEPS = 80
 BESIDE_CONTEXT = 256
 DEADLINE_S = 120.0
 SAME_STEP_S = 3e-4
+REST_S = 1.0
+"""For measurements of real engines, in real time."""
 
 
 @dataclass(slots=True)
 class Measured:
-    """Samples, and the seconds between engine and caller that no iteration explains (both ways together)."""
+    """
+    Attributes:
+        decode_batches: first and last + 1 of the samples of each batch that only decoded.
+        overhead_s: between engine and caller, what no iteration explains (both ways together).
+    """
 
     samples: list[StepSample] = field(default_factory=list)
+    decode_batches: list[tuple[int, int]] = field(default_factory=list)
     overhead_s: list[float] = field(default_factory=list)
 
 
@@ -73,6 +80,18 @@ class _Stream:
                 event.set()
 
 
+def engine_limits(info: WorkerInfo, measured: Measured) -> dict[str, Any]:
+    """What a simulated engine needs to know beside step times; part of a profile's provenance."""
+    return {
+        "max_num_batched_tokens": info.max_num_batched_tokens,
+        "max_num_seqs": info.max_num_seqs,
+        "block_size_tokens": info.block_size_tokens,
+        "kv_total_blocks": info.kv_total_blocks,
+        "kv_bytes_per_token": info.kv_bytes_per_token,
+        "request_overhead_s": round(median(measured.overhead_s or [0.0]), 6),
+    }
+
+
 class Measurable(Protocol):
     """What of the engine protocol a measurement needs."""
 
@@ -89,6 +108,8 @@ class Meter:
         sampling: output tokens -> engine-specific parameters for exactly that many tokens.
         token_ids: range that prompts are drawn from; every prompt is new, so that no prefix is cached.
         mixed: one engine computes prompts and decodes, so that steps which do both are measured as well.
+        rest_s: before every prompt that is measured alone. On CPU one that comes right after another finds its weights
+            in the caches and takes 5 to 10% less than what requests see.
     """
 
     def __init__(
@@ -100,15 +121,18 @@ class Meter:
         progress: Callable[[str], None] = lambda _line: None,
         clock: Callable[[], float] = time.perf_counter,
         mixed: bool = True,
+        rest_s: float = 0.0,
     ) -> None:
-        self._mixed = mixed
+        self._mixed, self._rest_s = mixed, rest_s
         self._engine, self._sampling, self._ids, self._rng = engine, sampling, token_ids, rng
         self._clock = clock
         self._progress = progress
         # Two runs against one router would otherwise find each other's records there.
         self._prefix, self._number = f"fit-{rng.getrandbits(48):012x}", 0
 
-    async def run(self, repeats: int = 4, max_batch: int = 32, max_context: int | None = None) -> Measured:
+    async def run(
+        self, repeats: int = 4, max_batch: int = 32, max_context: int | None = None, rounds: int = ROUNDS
+    ) -> Measured:
         """All three kinds of samples, within what the engine can hold.
 
         Raises:
@@ -123,7 +147,7 @@ class Meter:
         await self._prompt(min(64, budget), Measured())  # warm-up: first kernels and first contact
         # All of it several times over, not each part several times in a row: a machine that is slow for some seconds
         # then slows a share of every part.
-        rounds = min(ROUNDS, repeats)
+        rounds = min(rounds, repeats)
         for number in range(rounds):
             of = f", round {number + 1} of {rounds}"
             for tokens in [p for p in PROMPTS if p <= budget]:
@@ -162,10 +186,13 @@ class Meter:
             prompts.append(compute_s / alone.samples[0].duration_s)
             from_s, to_s = late.at[0] - compute_s, late.at[0]
             gaps = list(itertools.pairwise(_merge(streams[0].at)))
-            beside = [b - a for a, b in gaps if a >= from_s and b <= to_s]
-            undisturbed = [b - a for a, b in gaps if b <= from_s or a >= to_s]
+            # The first of them may have begun as the prompt's work did.
+            beside = [b - a for a, b in gaps if a >= from_s and b <= to_s][1:]
+            # Until both sequences decode, the prompt of one is computed beside the other.
+            both_s = max(s.at[0] for s in streams)
+            undisturbed = [b - a for a, b in gaps if a > both_s and (b <= from_s or a >= to_s)]
             if len(beside) >= 4 and undisturbed:
-                steps.append(median(beside) / median(undisturbed))
+                steps.append(fmean(beside) / fmean(undisturbed))
         return HostSlowdown(max(0.0, median(prompts) - 1), max(0.0, median(steps) - 1) if steps else 0.0)
 
     async def _start(self, prompt_tokens: int, output_tokens: int) -> _Stream:
@@ -189,6 +216,8 @@ class Meter:
                 raise EngineFailed("a request ended without a token while measuring")
 
     async def _prompt(self, tokens: int, measured: Measured) -> None:
+        if self._rest_s:
+            await asyncio.sleep(self._rest_s)
         stream = await self._start(tokens, 1)
         await self._wait([stream.done], [stream])
         wall_s = stream.at[0] - stream.started
@@ -213,11 +242,15 @@ class Meter:
         if len(steps) < 2:
             return
         if late is None:
+            first = len(measured.samples)
             gaps = [(b - a, sum(_context(s, a) for s in streams)) for a, b in itertools.pairwise(steps)]
             for i in range(0, len(gaps) - GROUP + 1, GROUP):
                 group = gaps[i : i + GROUP]
-                middle = round(median(c for _, c in group))
-                measured.samples.append(StepSample((), batch, middle, median(g for g, _ in group)))
+                # The mean: that is what TPOT is of. Steps vary to one side, by a tenth or more on a small machine.
+                middle = round(fmean(c for _, c in group))
+                measured.samples.append(StepSample((), batch, middle, fmean(g for g, _ in group)))
+            if len(measured.samples) > first:
+                measured.decode_batches.append((first, len(measured.samples)))
             return
         plain_s = median(b - a for a, b in itertools.pairwise(steps))
         for a, b in itertools.pairwise(steps):

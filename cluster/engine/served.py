@@ -8,16 +8,61 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
 from cluster.engine.base import EngineDelta, EngineRequest, Sink
+from cluster.engine.measure import REST_S, ROUNDS, Measured, Meter
 from cluster.errors import EngineFailed, UserError
 from cluster.messages import Role, Stage, WorkerInfo
+from cluster.perf.profile import HostSlowdown
 
 RECORD_TRIES = 40
+BESIDE_ROUNDS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ServedMeasured:
+    """`host_slowdown`: None where one pool does both, or could not be told."""
+
+    info: WorkerInfo
+    measured: Measured
+    host_slowdown: HostSlowdown | None
+
+
+async def measure_served(
+    url: str,
+    api_key: str | None,
+    status: Mapping[str, Any],
+    repeats: int,
+    max_batch: int,
+    progress: Callable[[str], None],
+    *,
+    rounds: int = ROUNDS,
+    beside_rounds: int = BESIDE_ROUNDS,
+) -> ServedMeasured:
+    """Measure a cluster that has nothing else to do.
+
+    Args:
+        status: what its `/pdserve/status` says.
+        rounds, beside_rounds: of `Meter.run` and `Meter.host_slowdown`.
+
+    Raises:
+        UserError: a pool has several replicas, or none.
+        EngineFailed: a request failed.
+    """
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)
+    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=150, limits=limits) as http:
+        engine = ServedEngine(http, status)
+        split = "prefill" in status["pools"]
+        meter = Meter(engine, int, (300, 1900), random.Random(), progress, mixed=not split, rest_s=REST_S)
+        measured = await meter.run(repeats, max_batch, rounds=rounds)
+        return ServedMeasured(engine.info, measured, await meter.host_slowdown(beside_rounds) if split else None)
 
 
 class ServedEngine:

@@ -95,6 +95,17 @@ def residuals_of(coefficients: Coefficients, samples: Sequence[StepSample]) -> d
     }
 
 
+def variation_of(coefficients: Coefficients, batches: Sequence[Sequence[StepSample]]) -> tuple[float, ...]:
+    """Quantiles of how many times as long as fitted each batch's decode steps took: one number for each batch, in
+    ascending order, so they are evenly spaced. What the fit itself misses counts as variation too."""
+    times = ProfileTimes(coefficients)
+    factors = []
+    for batch in batches:
+        fitted_s = sum(times.step_s((), s.decode_batch, s.decode_context_tokens) for s in batch)
+        factors.append(sum(s.duration_s for s in batch) / fitted_s)
+    return tuple(round(f, 4) for f in sorted(factors))
+
+
 def fit_transfer(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
     """(bytes, seconds) -> (fixed seconds, seconds a byte), both at least 0."""
     if not samples:

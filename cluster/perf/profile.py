@@ -69,12 +69,15 @@ class Profile:
             (sampled layers); free-form strings and numbers.
         residuals: by kind of step: `prefill`, `decode`, `all`; `held_out` where samples were kept apart.
         host_slowdown: None: not measured.
+        step_variation: quantiles, evenly spaced from the smallest to the largest, of how many times as long as fitted
+            the decode steps of one batch took on average. Empty: not measured.
     """
 
     coefficients: Coefficients
     provenance: Mapping[str, Any] = field(default_factory=dict)
     residuals: Mapping[str, Residuals] = field(default_factory=dict)
     host_slowdown: HostSlowdown | None = None
+    step_variation: tuple[float, ...] = ()
 
     def times(self) -> ProfileTimes:
         return ProfileTimes(self.coefficients)
@@ -86,6 +89,7 @@ class Profile:
             "provenance": dict(self.provenance),
             "residuals": {kind: asdict(r) for kind, r in self.residuals.items()},
             "host_slowdown": asdict(self.host_slowdown) if self.host_slowdown else None,
+            "step_variation": list(self.step_variation),
         }
 
 
@@ -170,8 +174,12 @@ def read_profile(path: str | Path) -> Profile:
         _require_keys(path, "host_slowdown", shares, HostSlowdown)
         _require_numbers(path, "host_slowdown", shares)
         slowdown = HostSlowdown(**shares)
+    variation = data.get("step_variation") or []
+    if not isinstance(variation, list):
+        raise UserError(f"profile: {path}: step_variation is {variation!r}, not a list")
+    _require_numbers(path, "step_variation", dict(enumerate(variation)))
     values = {"pair_s": 0.0, "sequence_s": 0.0, "context_token_s": 0.0, **{k: float(v) for k, v in raw.items()}}
-    return Profile(Coefficients(**values), provenance, residuals, slowdown)
+    return Profile(Coefficients(**values), provenance, residuals, slowdown, tuple(map(float, variation)))
 
 
 def _parse(text: str) -> Any:
@@ -194,7 +202,7 @@ def _require_keys(path: str | Path, where: str, raw: Mapping[str, Any], of: type
         raise UserError(f"profile: {path}: {where} must be {', '.join(sorted(known))}")
 
 
-def _require_numbers(path: str | Path, where: str, raw: Mapping[str, Any]) -> None:
+def _require_numbers(path: str | Path, where: str, raw: Mapping[Any, Any]) -> None:
     for name, v in raw.items():
         if isinstance(v, bool) or not isinstance(v, (int, float)) or not 0 <= v < math.inf:
             raise UserError(f"profile: {path}: {where}.{name} is {v!r}, not a number of at least 0")

@@ -20,6 +20,7 @@ from cluster.perf.profile import HostSlowdown
 from cluster.perf.times import StepTimes
 from cluster.sim.host import Host
 from cluster.sim.kernel import Kernel, Timer
+from cluster.sim.variation import StepVariation
 
 # Longer runs gain little, and a cut one throws its tail away.
 MAX_REPEATS = 128
@@ -35,6 +36,7 @@ class SimEngine:
     Attributes:
         slowdown: multiplies every step's time (a slow node); takes effect with the next step.
         host: where other engines that compute slow this one, by `host_slowdown`; None: they do not.
+        variation: of its decode steps from second to second; None: they take what the cost model says.
         stalled: no step is begun any more; requests are accepted and wait.
         watch: called with (start, end, iterations, step) of every event.
     """
@@ -55,6 +57,7 @@ class SimEngine:
         self.slowdown = 1.0
         self.host: Host | None = None
         self.host_slowdown = HostSlowdown()
+        self.variation: StepVariation | None = None
         self.stalled = self.stopped = False
         self.watch: Callable[[float, float, int, Step], None] | None = None
         # End of every iteration, by its number.
@@ -162,6 +165,8 @@ class SimEngine:
         step = self.scheduler.schedule(started_s, self._max_repeats)
         if step is not None:
             durations, slowdown = step.durations_s, self.slowdown
+            if self.variation is not None and not step.chunks:
+                slowdown *= self.variation.factor(started_s)
             if self.host is not None:
                 own = self.host_slowdown.prefill if step.chunks else self.host_slowdown.decode
                 slowdown *= self.host.begin(self, own, self._stretch)

@@ -23,6 +23,7 @@ from cluster.sim.engine import MAX_REPEATS
 from cluster.sim.host import Host
 from cluster.sim.kernel import Kernel, Timer
 from cluster.sim.request import Leg, RequestRun
+from cluster.sim.variation import StepVariation
 from cluster.sim.worker import SimWorker
 from cluster.workload.arrival import Arrival
 from cluster.workload.blocks import block_keys
@@ -179,6 +180,9 @@ class Fleet:
         self.workers[worker.worker_id] = worker
         if spec.settings.host_slowdown is not None:
             worker.engine.host, worker.engine.host_slowdown = self._host, spec.settings.host_slowdown.value()
+        if spec.settings.step_variation is not None:
+            variation_seed = f"variation/{self._engine_seed}/{role.value}/{number}"
+            worker.engine.variation = StepVariation(spec.settings.step_variation, random.Random(variation_seed))
         if self.options.timeline:
             worker.engine.watch = partial(self._watch, worker.worker_id)
         faults = spec.settings.faults

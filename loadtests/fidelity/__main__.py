@@ -3,15 +3,15 @@
     python -m loadtests.fidelity                             # valid runs in out/fidelity are not measured again
     python -m loadtests.fidelity --part simulated --again    # one part, measured again
 
-`simulated`: simulated engines in real time under Ray. `real`: vLLM engines on CPU; `pdserve fit --url` measures such a
-cluster first. Prints the tables as Markdown and, last, one line of JSON with the largest errors.
+`simulated`: simulated engines in real time under Ray. `real`: vLLM engines on CPU, whose step times are measured as
+`pdserve fit --url` does, on the same cluster, between the loads. Prints the tables as Markdown and, last, one line of
+JSON with the largest errors.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -23,9 +23,8 @@ from rich.console import Console
 
 from cluster.config import ClusterConfig
 from cluster.errors import UserError
-from cluster.perf.profile import read_profile, write_profile
-from loadtests.bench.servers import start
-from loadtests.fidelity import live, simulator
+from cluster.perf.profile import write_profile
+from loadtests.fidelity import fits, live, simulator
 from loadtests.fidelity.compare import Agreement, Figures, agreement, errors, figures, largest
 from loadtests.fidelity.model import write_model
 from loadtests.fidelity.plan import PARTS, Plan, load, twin
@@ -87,33 +86,10 @@ def _valid_run(session: dict[str, Any], load: int) -> bool:
     return any(run["load"] == load and live.is_valid(run) for run in session["runs"])
 
 
-def fitted(plan: Plan, folder: Path, again: bool) -> Path | None:
-    """The profile of the real engine, from its file if that is of this cluster and model."""
-    if not plan.fit:
-        return None
-    path, of = folder / "fitted.json", folder / "fitted.plan.json"
-    key = {part: plan.key().get(part) for part in ("cluster", "shape")}
-    if path.exists() and not again:
-        if of.exists() and json.loads(of.read_text(encoding="utf-8")) == key:
-            return path
-        err.print(f"{path}: the profile of another cluster is not used")
-    err.print("starting the cluster to measure its engines")
-    with start("pdserve", folder, plan.live(_model(plan, folder))) as front:
-        command = [sys.executable, "-m", "cluster.cli", "fit", "--url", front.url, "--out", str(path)]
-        command += ["--samples", str(folder / "samples.csv"), "--max-batch", "8"]
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    (folder / "fit.log").write_text(done.stdout, encoding="utf-8")
-    if done.returncode:
-        raise UserError(f"pdserve fit failed; see {folder / 'fit.log'}")
-    of.write_text(json.dumps(key, indent=1), encoding="utf-8")
-    err.print(done.stdout[-1500:])
-    return path
-
-
-def compared(plan: Plan, sessions: Sequence[dict[str, Any]], profile: Path | None, folder: Path) -> list[Row]:
+def compared(plan: Plan, sessions: Sequence[dict[str, Any]], folder: Path) -> list[Row]:
     rows = []
     for number, (rate, session) in enumerate(zip(plan.rates_per_s, sessions, strict=True), 1):
-        config = _twin(plan, session, profile, folder)
+        config = _twin(plan, session, number, folder)
         overheads = simulator.measured_overheads(config, plan, session)
         run = next(run for run in session["runs"] if run["load"] == number)
         records = simulator.live_records(run, config.slo.to_slo())
@@ -128,13 +104,13 @@ def compared(plan: Plan, sessions: Sequence[dict[str, Any]], profile: Path | Non
     return rows
 
 
-def _twin(plan: Plan, session: dict[str, Any], profile: Path | None, folder: Path) -> ClusterConfig:
-    if profile is None:
+def _twin(plan: Plan, session: dict[str, Any], load: int, folder: Path) -> ClusterConfig:
+    if not plan.fit:
         return twin(plan, None, None)
-    fit = read_profile(profile)
+    fit = fits.around(session, load)
     fixed_s, byte_s = simulator.measured_transfer(session)
     whole = replace(fit, coefficients=replace(fit.coefficients, transfer_fixed_s=fixed_s, transfer_byte_s=byte_s))
-    path = folder / "profile.json"
+    path = folder / f"profile-{load}.json"
     write_profile(whole, path)
     return twin(plan, path, fit)
 
@@ -182,8 +158,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m loadtests.fidelity", description=__doc__.splitlines()[0])
     parser.add_argument("--part", choices=PARTS, action="append", help="one part only; default: both")
     parser.add_argument("--again", action="store_true", help="measure the live side again")
-    parser.add_argument("--fit-again", action="store_true", help="measure the engine again")
-    parser.add_argument("--fit-only", action="store_true", help="stop after `pdserve fit`")
     parser.add_argument("--out", type=Path, default=Path("out/fidelity"))
     o = parser.parse_args(argv)
     key: dict[str, float | None] = {}
@@ -192,10 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for part in o.part or PARTS:
             plan, folder = load(part), o.out / part
             folder.mkdir(parents=True, exist_ok=True)
-            profile = fitted(plan, folder, o.fit_again)
-            if o.fit_only:
-                continue
-            rows = compared(plan, measured(plan, folder, o.again), profile, folder)
+            rows = compared(plan, measured(plan, folder, o.again), folder)
             text = table(plan, rows)
             (folder / "table.md").write_text(text + "\n", encoding="utf-8")
             print(text + "\n")

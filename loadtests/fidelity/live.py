@@ -17,6 +17,7 @@ from cluster.errors import UserError
 from cluster.workload.spec import Workload
 from loadtests.bench.servers import start
 from loadtests.discover import fetch_records
+from loadtests.fidelity import fits
 from loadtests.fidelity.plan import Plan
 from loadtests.results import quantiles
 from loadtests.runner import Run
@@ -39,7 +40,8 @@ def run(
     Args:
         loads: which ones, from 1.
         keep: called after every load with what was measured so far: `runs` holds the probes (load 0), then each load,
-            with `start_s` on one clock and a row for every request.
+            with `start_s` on one clock and a row for every request; `fits`, where the plan asks for them, a round of
+            the engines' step times before each load and one after the last.
 
     Raises:
         UserError: the cluster did not start or does not answer.
@@ -53,13 +55,17 @@ def run(
         )
         session.warm_up()
         began = time.perf_counter()
-        runs = []
+        runs: list[dict[str, Any]] = []
+        rounds: list[dict[str, Any]] = []
         for load in (0, *loads):
             name = f"load {load}" if load else "probes"
             say(name)
             runs.append(_one(session, load, plan.workload_of(load), began))
             say(f"{name}: {len(runs[-1]['requests'])} requests; {_condition(runs[-1])}")
-            keep({"plan": plan.key(), "runs": runs})
+            if plan.fit:
+                say("measuring the engines' steps")
+                rounds.append(fits.measure(front.url))
+            keep({"plan": plan.key(), "runs": runs, "fits": rounds})
 
 
 def is_valid(run: dict[str, Any]) -> bool:

@@ -40,7 +40,7 @@ class Plan(Section):
     Attributes:
         probes: sent before all loads, one at a time: what an idle cluster adds to the engines' own times.
         rates_per_s: arrival rates; each is `workload` at that rate, with a seed of its own.
-        fit: the simulator takes its step times from a profile that `pdserve fit` measures on this engine.
+        fit: the simulator takes its step times from profiles that are measured on this cluster, between the loads.
         shape: served instead of `cluster.model`.
     """
 
@@ -100,6 +100,7 @@ def twin(plan: Plan, path: Path | None, fit: Profile | None) -> ClusterConfig:
             "max_num_batched_tokens": fitted["max_num_batched_tokens"],
             "max_num_seqs": fitted["max_num_seqs"],
             "host_slowdown": asdict(fit.host_slowdown) if fit.host_slowdown else None,
+            "step_variation": fit.step_variation or None,
         },
     }
     return parse({**plan.cluster, "engine": engine})

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
+import json
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path as FilePath
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +13,9 @@ import pytest
 
 from cluster.config import parse
 from cluster.messages import Outcome, Path, RequestRecord, Slo
+from cluster.perf.fitting import StepSample
 from cluster.perf.profile import Coefficients, HostSlowdown, Profile
-from loadtests.fidelity import __main__ as fidelity
-from loadtests.fidelity import simulator
+from loadtests.fidelity import fits, live, simulator
 from loadtests.fidelity.compare import agreement, errors, figures, largest
 from loadtests.fidelity.plan import PARTS, Plan, load, twin
 
@@ -116,30 +116,59 @@ def test_the_plans_can_be_run(part: str) -> None:
     assert config.engine.kind == "simulated"
 
 
-def test_a_profile_is_kept_for_the_cluster_it_was_measured_on(
-    tmp_path: FilePath, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measured: list[list[str]] = []
+def fit_round(step_s: float, slowdown: float) -> dict[str, Any]:
+    """What a round on an engine of `step_s` a step and 0.1 ms a prompt token would have kept."""
+    prompts = [StepSample(((n, 0),), 0, 0, step_s + 1e-4 * n) for n in (16, 64, 256, 1024)]
+    decodes = [StepSample((), batch, 300 * batch, step_s + 1e-4 * batch) for batch in (1, 2, 4)]
+    samples = [asdict(sample) for sample in (*prompts, *decodes)]
+    kept = {
+        "limits": FITTED,
+        "samples": samples,
+        "decode_batches": [(4, 5), (5, 7)],
+        "host_slowdown": {"prefill": slowdown, "decode": 2 * slowdown},
+    }
+    return json.loads(json.dumps(kept))  # as it comes out of the file
 
-    def measure(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        measured.append(command)
-        FilePath(command[command.index("--out") + 1]).write_text("{}")
-        return subprocess.CompletedProcess(command, 0, stdout="")
 
-    monkeypatch.setattr(fidelity, "_model", lambda *_: None)
-    monkeypatch.setattr(fidelity, "start", lambda *_: nullcontext(SimpleNamespace(url="http://here")))
-    monkeypatch.setattr(fidelity.subprocess, "run", measure)
-    plan = load("real")
-    other = plan.model_copy(update={"cluster": {**plan.cluster, "name": "other"}})
-    for wanted, again, runs in (
-        (plan, False, 1),
-        (plan, False, 1),
-        (plan.model_copy(update={"rates_per_s": (1.0,)}), False, 1),
-        (other, False, 2),
-        (other, True, 3),
+def test_a_load_is_compared_with_the_rounds_around_it() -> None:
+    rounds = [fit_round(step_s, 10 * step_s) for step_s in (0.010, 0.012, 0.030)]
+    kept = {"runs": [{"load": 0}, {"load": 2}, {"load": 3}], "fits": rounds}
+    early, late = fits.around(kept, 2), fits.around(kept, 3)
+    assert 0.010 < early.times().step_s((), 1, 300) < 0.0125
+    assert 0.0125 < late.times().step_s((), 1, 300) < 0.031
+    assert early.host_slowdown == HostSlowdown(pytest.approx(0.11), pytest.approx(0.22))
+    assert late.host_slowdown == HostSlowdown(pytest.approx(0.21), pytest.approx(0.42))
+    assert early.provenance == FITTED
+
+
+def test_a_round_before_each_load_and_one_after_the_last(monkeypatch: pytest.MonkeyPatch, tmp_path: FilePath) -> None:
+    order: list[str] = []
+
+    class Client:
+        def __init__(self, *_: Any) -> None: ...
+        def warm_up(self) -> None: ...
+
+    def one(_session: Any, load_number: int, *_: Any) -> dict[str, Any]:
+        order.append(f"load {load_number}")
+        quiet = {"client_lag_p99_s": 0.0, "client_loop_late_p99_s": 0.0, "load_average": 0.0}
+        return {"load": load_number, "requests": [], **quiet}
+
+    def measure(_url: str) -> dict[str, Any]:
+        order.append("fit")
+        return {"number": order.count("fit")}
+
+    monkeypatch.setattr(live, "start", lambda *_: nullcontext(SimpleNamespace(url="http://here")))
+    monkeypatch.setattr(live, "Session", Client)
+    monkeypatch.setattr(live, "_one", one)
+    monkeypatch.setattr(live.fits, "measure", measure)
+    for part, expected in (
+        ("real", ["load 0", "fit", "load 1", "fit", "load 3", "fit"]),
+        ("simulated", ["load 0", "load 1", "load 3"]),
     ):
-        assert fidelity.fitted(wanted, tmp_path, again) == tmp_path / "fitted.json"
-        assert len(measured) == runs
-    (tmp_path / "fitted.plan.json").unlink()
-    fidelity.fitted(other, tmp_path, False)
-    assert len(measured) == 4
+        order.clear()
+        kept: list[dict[str, Any]] = []
+        live.run(
+            load(part), (1, 3), None, tmp_path, lambda _: None, lambda s, to=kept: to.append(json.loads(json.dumps(s)))
+        )
+        assert order == expected
+        assert [len(k["fits"]) for k in kept] == ([1, 2, 3] if part == "real" else [0, 0, 0])

@@ -14,7 +14,8 @@ from cluster.cli import main
 from cluster.commands import fit
 from cluster.commands.fit import _hold_out
 from cluster.engine.base import EngineDelta, EngineRequest, Sink
-from cluster.engine.measure import Measured, Meter
+from cluster.engine.measure import OUTPUT, Measured, Meter
+from cluster.engine.served import ServedMeasured
 from cluster.engine.simulation.virtual_time import run_virtual
 from cluster.errors import EngineFailed
 from cluster.messages import Role, WorkerInfo
@@ -222,6 +223,41 @@ async def test_two_meters_never_use_one_id() -> None:
     assert ids[0] and not ids[0] & ids[1]
 
 
+class Uneven(VirtualEngine):
+    """Three decode steps of four take 1 ms less than the cost model says, the fourth 3 ms more: one mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._steps = 0
+        exact = self.times.step_s
+
+        def step_s(prefill: Any, batch: int, context: int) -> float:
+            self._steps += bool(batch)
+            shift_s = (3e-3 if self._steps % 4 == 0 else -1e-3) if batch else 0.0
+            return exact(prefill, batch, context) + shift_s
+
+        self.times.step_s = step_s  # type: ignore[method-assign]
+
+
+async def test_steps_are_fitted_to_their_mean_which_is_what_tpot_is_of() -> None:
+    engine = Uneven()
+    measured = await _meter(engine).run(repeats=1, max_batch=1, max_context=256)
+    steps = [s for s in measured.samples if s.kind == "decode"]
+    for sample in steps:
+        true_s = ProfileTimes(TRUE).step_s((), 1, sample.decode_context_tokens)
+        assert sample.duration_s == pytest.approx(true_s, abs=2e-6)
+    assert len(steps) >= OUTPUT // 8
+
+
+async def test_every_batch_that_decoded_alone_is_told_apart() -> None:
+    measured = await _meter(VirtualEngine()).run(repeats=2, max_batch=4, max_context=256)
+    spans = measured.decode_batches
+    batches = [measured.samples[first:end] for first, end in spans]
+    assert all(len({s.decode_batch for s in batch}) == 1 and len(batch) == OUTPUT // 8 - 1 for batch in batches)
+    assert sorted({batch[0].decode_batch for batch in batches}) == [1, 2, 4]
+    assert sum(map(len, batches)) == sum(s.kind == "decode" for s in measured.samples)
+
+
 def test_an_engine_that_fails_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -239,9 +275,9 @@ def test_an_engine_that_fails_is_one_line(
 
 def test_a_served_profile_says_its_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     async def measured(*_: Any) -> Any:
-        return Measured([], [0.001]), None, replace(VirtualEngine().info, tp=2, pp=3)
+        return ServedMeasured(replace(VirtualEngine().info, tp=2, pp=3), Measured([], [0.001]), None)
 
-    monkeypatch.setattr(fit, "_measure_served", measured)
+    monkeypatch.setattr("cluster.engine.served.measure_served", measured)
     said = {"model": "m", "engine": "vllm", "pools": {"decode": {}}}
     monkeypatch.setattr("cluster.runtime.local.fetch_status", lambda *_: said)
     _, provenance, _ = fit._bench_served("http://x", None, 1, 1, None)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.errors import UserError
-from cluster.perf.fitting import StepSample, fit_steps, fit_transfer, residuals_of
+from cluster.perf.fitting import StepSample, fit_steps, fit_transfer, residuals_of, variation_of
 from cluster.perf.profile import (
     Coefficients,
     HostSlowdown,
@@ -107,7 +107,7 @@ def test_a_file_that_is_no_profile_is_one_line(tmp_path, content: str, line: str
 @pytest.mark.parametrize("name", ["p.json", "p.yaml"])
 def test_small_numbers_are_read_back_as_numbers(tmp_path, name: str) -> None:
     profile = Profile(Coefficients(1e-05, 2e-05, 1e-10, 0.0, 3e-08), {}, {"all": Residuals(9, 1e-05, 0.1, 0.2)})
-    profile = replace(profile, host_slowdown=HostSlowdown(1e-05, 0.0))
+    profile = replace(profile, host_slowdown=HostSlowdown(1e-05, 0.0), step_variation=(0.9, 1.0, 1.25))
     write_profile(profile, tmp_path / name)
     assert read_profile(tmp_path / name) == profile
 
@@ -118,6 +118,8 @@ def test_small_numbers_are_read_back_as_numbers(tmp_path, name: str) -> None:
         ({"host_slowdown": 0.3}, "host_slowdown is 0.3, not a mapping"),
         ({"host_slowdown": {"prefill": 0.3}}, "host_slowdown must be decode, prefill"),
         ({"host_slowdown": {"prefill": 0.3, "decode": -1}}, "host_slowdown.decode is -1, not a number of at least 0"),
+        ({"step_variation": 1.2}, "step_variation is 1.2, not a list"),
+        ({"step_variation": [1.0, "x"]}, "step_variation.1 is 'x', not a number of at least 0"),
         ({"residuals": [1]}, r"residuals is \[1\], not a mapping"),
         ({"residuals": {"all": 3}}, "residuals.all is 3, not a mapping"),
         ({"residuals": {"all": {"median": 1}}}, "residuals.all must be max, median, p90, samples"),
@@ -130,3 +132,10 @@ def test_a_mistake_beside_the_coefficients_is_one_line(tmp_path, more: dict, lin
     with pytest.raises(UserError, match=line) as caught:
         read_profile(path)
     assert "\n" not in str(caught.value)
+
+
+def test_variation_is_what_each_batch_took_beside_the_fit() -> None:
+    coefficients = Coefficients(0.010, 0.0, 0.0, 0.0, 0.0)
+    batches = [[StepSample((), 1, 100, s) for s in steps] for steps in ((0.012, 0.010), (0.009, 0.009), (0.020, 0.010))]
+    assert variation_of(coefficients, batches) == (0.9, 1.1, 1.5)
+    assert variation_of(coefficients, []) == ()

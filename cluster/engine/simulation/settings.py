@@ -102,6 +102,8 @@ class SimulatedSettings(Section):
         speed: simulated seconds per real second, of a live engine.
         host_slowdown: all engines share one host, as CPU engines of one machine do. Of the simulator alone; `pdserve
             fit --url` measures it.
+        step_variation: quantiles of how many times as long as they should decode steps take, evenly spaced from the
+            smallest to the largest; a factor is drawn every second. Of the simulator alone; `pdserve fit` measures it.
         token_ids: output tokens are drawn from these ids, bounds included: plain pieces of a byte-level vocabulary.
     """
 
@@ -128,6 +130,7 @@ class SimulatedSettings(Section):
     startup_s: float = Field(0.0, ge=0)
     speed: float = Field(1.0, gt=0)
     host_slowdown: HostSlowdownSettings | None = None
+    step_variation: tuple[Annotated[float, Field(gt=0)], ...] | None = Field(None, min_length=1)
     token_ids: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]] = (300, 1999)
     seed: int = 0
     faults: FaultSettings = FaultSettings()
@@ -154,8 +157,14 @@ class EngineSpec:
     times: StepTimes
     tp: int
     pp: int
+    dp: int
     accelerator_type: str | None
     model: str
+
+    @property
+    def accelerators(self) -> int:
+        """Of one replica: one a rank."""
+        return self.tp * self.pp * self.dp
 
     def info(self, worker_id: str, incarnation: str, node: str = "", **more: Any) -> WorkerInfo:
         s = self.scheduler
@@ -171,7 +180,7 @@ class EngineSpec:
             max_model_len=s.max_model_len,
             tp=self.tp,
             pp=self.pp,
-            accelerators=self.tp * self.pp,
+            accelerators=self.accelerators,
             accelerator_type=self.accelerator_type,
             node=node,
             fingerprint={
@@ -237,7 +246,9 @@ def engine_spec(config: ClusterConfig, role: Role) -> EngineSpec:
         else None,
     )
     accelerator = pool.accelerator or (settings.hardware if settings.times == "roofline" else None)
-    return EngineSpec(role, settings, scheduler, times, layout.tp, layout.pp, accelerator, config.model.id)
+    return EngineSpec(
+        role, settings, scheduler, times, layout.tp, layout.pp, layout.dp, accelerator, config.model.id
+    )
 
 
 def _settings(config: ClusterConfig, role: Role) -> SimulatedSettings:
