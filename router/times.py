@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.messages import RequestRecord, WorkerInfo
+from cluster.messages import RequestRecord, Role, WorkerInfo
 from cluster.perf.online import OnlineTimes
 from cluster.perf.times import LinearTimes, StepTimes
 
@@ -13,21 +13,29 @@ class WorkerTimes:
     def __init__(self, prior: StepTimes | None = None) -> None:
         self._prior = prior or LinearTimes()
         self._models: dict[tuple[object, ...], OnlineTimes] = {}
-        self._of_worker: dict[str, OnlineTimes] = {}
+        self._kinds: dict[str, tuple[object, ...]] = {}
 
     def of(self, info: WorkerInfo) -> StepTimes:
-        key = (info.role, info.tp, info.pp, info.accelerator_type)
-        model = self._models.setdefault(key, OnlineTimes(self._prior))
-        self._of_worker[info.worker_id] = model
-        return model
+        kind = (info.role, info.tp, info.pp, info.accelerator_type)
+        self._kinds[info.worker_id] = kind
+        return self._models.setdefault(kind, OnlineTimes(self._prior))
 
     def observe(self, record: RequestRecord) -> None:
-        """A prompt teaches the model of the engine that computed it, a transfer the one that pulled."""
-        models = {self._of_worker.get(w) for w in (record.prefill_worker, record.decode_worker) if w is not None}
-        if record.prefill_worker is not None and record.decode_worker is not None:
-            computed_by = self._of_worker.get(record.prefill_worker)
-            pulled_by = self._of_worker.get(record.decode_worker)
-            models = {computed_by, pulled_by}
-        for model in models:
-            if model is not None:
-                model.observe(record, record.end_s)
+        """A prompt teaches the model of the engine that computed it, a transfer that of the engine that pulled.
+
+        A prefill engine's prompt also teaches a decode pool of the same layout and accelerator: a prompt costs as much
+        there, and one computed between decode steps tells it less well. Any other decode pool has a speed of its own.
+
+        A request that moved after its first token names the engines that ended it, while its stages are from those that
+        began it. It teaches nothing.
+        """
+        if record.migrations:
+            return
+        computed_by = self._kinds.get(record.prefill_worker or record.decode_worker or "")
+        if computed_by is not None:
+            for kind in {computed_by, (Role.DECODE, *computed_by[1:])}:
+                if (model := self._models.get(kind)) is not None:
+                    model.observe_prompt(record, record.end_s)
+        pulled_by = self._kinds.get(record.decode_worker or "")
+        if pulled_by is not None:
+            self._models[pulled_by].observe_transfer(record, record.end_s)

@@ -78,6 +78,11 @@ class Correction:
                 xx += weight * q * q
                 py += weight * p * r
                 xy += weight * q * r
+            if w < ridge:
+                # All that is recent is an outlier to what is old, as after a change during a long silence: what is left
+                # weighs too little to bend the line by.
+                a, b = self.offset_s, self.scale
+                break
             # The ridge pulls the offset alone: a line without one is the prior's own shape.
             pp += ridge * pp / w
             determinant = pp * xx - px * px
@@ -109,7 +114,7 @@ def _first_guess(window: Sequence[tuple[float, float, float]]) -> tuple[float, f
 class OnlineTimes(StepTimes):
     """A `StepTimes` whose prompts, transfers and decode steps are corrected by measurements.
 
-    One object per pool of equal engines; placement asks it, the dispatcher feeds it finished requests.
+    One object per pool of equal engines; placement asks it, finished requests and step samples teach it.
     """
 
     def __init__(self, prior: StepTimes, half_life_s: float = 120.0) -> None:
@@ -118,16 +123,19 @@ class OnlineTimes(StepTimes):
         self.transfer = Correction(half_life_s)
         self.decode = Correction(half_life_s)
 
-    def observe(self, record: RequestRecord, now: float) -> None:
-        """Learn from a finished request: its prefill compute time and, on a split path, its KV transfer."""
-        if record.outcome is not Outcome.DONE:
-            return
+    def observe_prompt(self, record: RequestRecord, now: float) -> None:
+        """Learn from a finished request whose prompt one of these engines computed."""
         computed = record.prompt_tokens - record.cached_tokens
         compute_s = record.stage_s.get(Stage.PREFILL_COMPUTE)
-        if compute_s is not None and computed > 0:
+        if record.outcome is Outcome.DONE and compute_s is not None and computed > 0:
             self.prefill.observe(self.prior.step_s([(computed, record.cached_tokens)], 0, 0), compute_s, now)
+
+    def observe_transfer(self, record: RequestRecord, now: float) -> None:
+        """Learn from a finished request whose KV one of these engines pulled."""
+        if record.outcome is not Outcome.DONE or record.path is not Path.SPLIT:
+            return
         transfer_s = record.stage_s.get(Stage.KV_TRANSFER)
-        if transfer_s is not None and record.path is Path.SPLIT and record.transfer_bytes > 0:
+        if transfer_s is not None and record.transfer_bytes > 0:
             self.transfer.observe(self.prior.transfer_s(record.transfer_bytes), transfer_s, now)
 
     def observe_decode(self, batch: int, context_tokens: int, step_s: float, now: float) -> None:

@@ -64,6 +64,46 @@ def test_no_measurement_breaks_the_bounds(pairs) -> None:
     assert correction(1.0) <= correction(2.0)
 
 
+def _idle(correction: Correction, hours: float) -> float:
+    """A full window of quick, nearly equal requests, then nothing for hours."""
+    rng = random.Random(3)
+    for i in range(96):
+        x = math.exp(rng.uniform(math.log(0.01), math.log(2)))
+        correction.observe(x, (0.01 + x) * rng.uniform(0.99, 1.01), i * 0.1)
+    return hours * 3600
+
+
+@pytest.mark.parametrize("hours", [1, 40, 1000])
+def test_slower_requests_after_a_silence_of_any_length_are_learnt(hours: float) -> None:
+    """The old samples have no weight left while the new ones are still outliers to them."""
+    correction = Correction()
+    now = _idle(correction, hours)
+    before = correction(0.1)
+    rng = random.Random(4)
+    for i in range(160):
+        x = math.exp(rng.uniform(math.log(0.01), math.log(2)))
+        correction.observe(x, 1.6 * (0.01 + x) * rng.uniform(0.95, 1.05), now + i)
+        if i == 15:
+            assert correction(0.1) == pytest.approx(before, rel=0.02), "too few to tell from outliers"
+    assert correction(0.1) == pytest.approx(1.6 * 0.11, rel=0.05)
+    assert correction(1.0) == pytest.approx(1.6 * 1.01, rel=0.05)
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(1e-6, 1e4), st.floats(1e-6, 1e4), st.sampled_from([0.0, 0.1, 60.0, 3600.0, 2e5, 1e9])),
+        max_size=150,
+    )
+)
+def test_no_silence_breaks_the_bounds(samples) -> None:
+    correction, now = Correction(), 0.0
+    for x, y, silent_s in samples:
+        now += silent_s
+        correction.observe(x, y, now)
+        assert 0 <= correction.offset_s <= OFFSET_BOUND_S
+        assert 1 / SCALE_BOUND <= correction.scale <= SCALE_BOUND
+
+
 def test_a_clock_that_steps_back_does_no_harm() -> None:
     correction = Correction(half_life_s=1)
     for now in (100.0, 0.0, 101.0):
@@ -83,11 +123,16 @@ def _record(**changes) -> RequestRecord:
 def test_finished_requests_teach_prefill_and_transfer_and_failed_ones_nothing() -> None:
     times = OnlineTimes(LinearTimes())
     before = times.prefill_s(1000), times.transfer_s(10_000_000)
-    times.observe(_record(outcome=Outcome.FAILED), 1.0)
-    times.observe(_record(cached_tokens=1000, path=Path.LOCAL_CACHED), 2.0)
+    for at_s, nothing in (
+        (1.0, _record(outcome=Outcome.FAILED)),
+        (2.0, _record(cached_tokens=1000, path=Path.LOCAL_CACHED)),
+    ):
+        times.observe_prompt(nothing, at_s)
+        times.observe_transfer(nothing, at_s)
     assert (times.prefill_s(1000), times.transfer_s(10_000_000)) == before
     for i in range(100):
-        times.observe(_record(), float(i))
+        times.observe_prompt(_record(), float(i))
+        times.observe_transfer(_record(), float(i))
     assert times.prefill_s(1000) == pytest.approx(0.5, rel=0.05)
     assert times.transfer_s(10_000_000) == pytest.approx(0.2, rel=0.05)
     assert times.prefill_s(0) == 0.0
