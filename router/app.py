@@ -200,7 +200,6 @@ class Router:
             job.trace_headers = self._tracing.start(request, job.trace_headers) or job.trace_headers
 
     def _on_record(self, record: RequestRecord) -> None:
-        self.times.observe(record)
         client_id = self._client_ids.pop(record.request_id, None)
         if record.tenant != Warmup.TENANT:
             slim = asdict(replace(record, itl_s=[]))
@@ -208,6 +207,8 @@ class Router:
             self.metrics.observe(record)
             if self._tracing is not None:
                 self._tracing.finish(record)
+        # Last: what is learnt from a request never costs its record.
+        self.times.observe(record)
 
     def _index_gauges(self) -> dict[str, Any]:
         streams = [] if self._events is None else list(self._events.streams.values())

@@ -505,9 +505,13 @@ class Dispatcher:
         self._unplace(run)
         error = run.final_error or action.error
         record = run.record(action.outcome, error, self._clock())
-        self.placer.observe(record)
         run.job.end(action.outcome, error, action.finish_reason, record)
-        self._on_record(record)
+        # Times first, as in cluster/sim/fleet.py: distances are judged by what the times leave unexplained.
+        for hear in (self._on_record, self.placer.observe):
+            try:
+                hear(record)
+            except Exception:  # the rest of this step has yet to reach its clients
+                log.exception("the record of %s could not be taken in", request_id)
         self._pump()
 
 
