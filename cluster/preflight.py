@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from cluster.autoscaling.messages import check_autoscaling
 from cluster.config import ClusterConfig
 from cluster.engine.simulation.settings import EngineSpec, engine_spec
 from cluster.engine.vllm.arguments import RESERVED
@@ -25,6 +26,15 @@ from kv_transfer.compatibility import Refusal, check_pair, configured
 CPU_BLOCK_MULTIPLE = 32
 CPU_BLOCK_DEFAULT = 128
 GPU_BLOCK_DEFAULT = 16
+# Arguments of vLLM's engine that are counted with here.
+WHOLE_NUMBERS = (
+    "block_size",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "num_gpu_blocks_override",
+    "kv_cache_memory_bytes",
+)
+UTILIZATION = "gpu_memory_utilization"
 
 
 class Incompatible(UserError):
@@ -63,7 +73,9 @@ def preflight(config: ClusterConfig) -> Preflight:
         ConfigError: a value that cannot be used; the line has its path.
         Incompatible: prefill and decode cannot exchange KV; both values are named.
     """
-    return _simulated(config) if config.engine.kind == "simulated" else _real(config)
+    facts = _simulated(config) if config.engine.kind == "simulated" else _real(config)
+    check_autoscaling(config)
+    return facts
 
 
 def _real(config: ClusterConfig) -> Preflight:
@@ -81,11 +93,12 @@ def _real(config: ClusterConfig) -> Preflight:
     _budget(config, layouts)
     length = max_model_len(config, shape)
     args = {**config.engine.args, **config.pools.decode.engine_args}
-    block = int(args.get("block_size") or (CPU_BLOCK_DEFAULT if on_cpu else GPU_BLOCK_DEFAULT))
     _arguments(config)
+    default = CPU_BLOCK_DEFAULT if on_cpu else GPU_BLOCK_DEFAULT
+    block = whole_number(config, Role.DECODE, "block_size") or default
     if on_cpu and not config.colocated and block % CPU_BLOCK_MULTIPLE:
         raise ConfigError(
-            "engine.args.block_size",
+            _argument_path(config, Role.DECODE, "block_size"),
             f"{block} is no multiple of {CPU_BLOCK_MULTIPLE}",
             f"on CPU a split needs blocks of a multiple of {CPU_BLOCK_MULTIPLE} tokens",
         )
@@ -109,7 +122,7 @@ def _simulated(config: ClusterConfig) -> Preflight:
         layouts,
         decode.scheduler.max_model_len,
         decode.scheduler.block_size_tokens,
-        decode.settings.kv_dtype or shape.dtype,
+        decode.settings.kv_dtype or shape.cache_dtype,
         specs,
     )
 
@@ -145,6 +158,51 @@ def kv_dtype(config: ClusterConfig, shape: ModelShape, args: Mapping[str, Any]) 
     return shape.dtype if shape.dtype in ("float16", "bfloat16") else "bfloat16"
 
 
+def whole_number(config: ClusterConfig, role: Role, name: str) -> int | None:
+    """One of `WHOLE_NUMBERS` as a pool's engines get it; None where it is left to vLLM.
+
+    Raises:
+        ConfigError: it is no whole number, or below 1.
+    """
+    value = {**config.engine.args, **config.pool(role).engine_args}.get(name)
+    if value is None:
+        return None
+    try:
+        number = int(value)
+        whole = number == float(value) and not isinstance(value, bool)
+    except (TypeError, ValueError, OverflowError):
+        whole = False
+    if not whole:
+        path = _argument_path(config, role, name)
+        raise ConfigError(path, f"{value!r} is no whole number", "write all its digits, without a unit")
+    if number < 1:
+        raise ConfigError(_argument_path(config, role, name), f"{number} is below the minimum 1")
+    return number
+
+
+def memory_utilization(config: ClusterConfig, role: Role) -> float | None:
+    """Share of a GPU's memory that a pool's engines may take; None where it is left to vLLM.
+
+    Raises:
+        ConfigError: it is no number in (0, 1].
+    """
+    value = {**config.engine.args, **config.pool(role).engine_args}.get(UTILIZATION)
+    if value is None:
+        return None
+    try:
+        share = float(value)
+    except (TypeError, ValueError):
+        share = 0.0
+    if not 0 < share <= 1 or isinstance(value, bool):
+        path = _argument_path(config, role, UTILIZATION)
+        raise ConfigError(path, f"{value!r} is no number in (0, 1]", "give a share of the GPU's memory, e.g. 0.9")
+    return share
+
+
+def _argument_path(config: ClusterConfig, role: Role, name: str) -> str:
+    return f"pools.{role}.engine_args.{name}" if name in config.pool(role).engine_args else f"engine.args.{name}"
+
+
 def _layout_fits_model(config: ClusterConfig, role: Role, shape: ModelShape) -> None:
     layout = config.pool(role).layout
     try:
@@ -177,3 +235,7 @@ def _arguments(config: ClusterConfig) -> None:
                 raise ConfigError(
                     f"{path}.{name}", "is set by pdserve", "use model:, pools.*.layout or kv_transfer: instead"
                 )
+    for role in roles(config):
+        memory_utilization(config, role)
+        for name in WHOLE_NUMBERS:
+            whole_number(config, role, name)

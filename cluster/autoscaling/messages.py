@@ -116,6 +116,19 @@ class Settings:
         )
 
 
+def check_autoscaling(config: ClusterConfig) -> None:
+    """Refuse what the policy will refuse; nothing is checked where autoscaling is off.
+
+    The policy itself is made in Serve's controller. That only logs an error and then sizes the pools by Serve's own
+    rules, so whatever leads there has to ask first.
+
+    Raises:
+        ConfigError: see `Settings`.
+    """
+    if config.autoscaling.policy != "off":
+        Settings.from_config(config)
+
+
 @dataclass(frozen=True, slots=True)
 class PoolLoad:
     """One pool now. The totals are monotone over all its replicas, those gone included (see `LoadMeter`).

@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from cluster.autoscaling.messages import Decision, Observation, PoolLoad, Settings, StepCost
+from cluster.autoscaling.messages import Decision, Observation, PoolLoad, Settings, StepCost, check_autoscaling
 from cluster.autoscaling.policy import decide, initial
 from cluster.autoscaling.serve_victims import LeastLoss
 from cluster.config import ClusterConfig, parse
@@ -53,6 +53,7 @@ class GoodputPolicy:
         self._totals = {name: Totals() for name in (ROUTER, *(role.value for role in self.settings.pools))}
         self._decision: Decision | None = None
         self._decided_s = float("-inf")
+        self._data_at_s: float | None = None
         self._publisher = Publisher(parsed.name) if publish else None
         self._least_loss: LeastLoss | None = None
 
@@ -88,7 +89,12 @@ class GoodputPolicy:
             before = self._decision
             self._state, self._decision = decide(self._state, seen, now)
             self._decided_s = now
-            self._say(before, self._decision, seen, now)
+            if self._state.seen is not None or self._data_at_s is None:
+                # Without any data yet: since when it has been looked for.
+                self._data_at_s = now
+            self._say(before, self._decision, seen)
+            if self._publisher is not None:
+                self._publisher.publish(summary(self._decision, seen, now, self._data_at_s))
         assert self._decision is not None
         return {role.value: pool.target for role, pool in self._decision.pools.items()}
 
@@ -167,8 +173,8 @@ class GoodputPolicy:
                 totals.update(replica, mine)
         totals.keep_only(_name(replica) for replica in ctx.running_replicas)
 
-    def _say(self, before: Decision | None, decision: Decision, seen: Observation, now: float) -> None:
-        """Log every change with its reason; publish every decision."""
+    def _say(self, before: Decision | None, decision: Decision, seen: Observation) -> None:
+        """Log every change with its reason."""
         for role, pool in decision.pools.items():
             was = before.pools[role].target if before is not None else seen.pools[role].target
             if pool.target != was:
@@ -176,14 +182,18 @@ class GoodputPolicy:
         for warning in decision.warnings:
             if before is None or warning not in before.warnings:
                 log.warning("autoscaling: %s", warning)
-        if self._publisher is not None:
-            self._publisher.publish(summary(decision, seen, now))
 
 
-def summary(decision: Decision, seen: Observation, now: float) -> dict[str, Any]:
-    """A decision as JSON, for `/metrics` and `pdserve status`."""
+def summary(decision: Decision, seen: Observation, now: float, data_at_s: float) -> dict[str, Any]:
+    """A decision as JSON, for `/metrics` and `pdserve status`.
+
+    Args:
+        now: when it was made, seconds of the controller's wall clock.
+        data_at_s: when the policy last had usable data, same clock. A decision without data only holds: it is no data.
+    """
     return {
         "at_s": now,
+        "data_at_s": data_at_s,
         "pools": {
             role.value: {
                 "target": pool.target,
@@ -198,7 +208,6 @@ def summary(decision: Decision, seen: Observation, now: float) -> dict[str, Any]
         },
         "warnings": list(decision.warnings),
         "figures": dict(decision.figures),
-        "data": seen.requests is not None,
     }
 
 
@@ -207,7 +216,12 @@ def _name(replica: Any) -> str:
 
 
 def application_policy(config: ClusterConfig, priors: Mapping[Role, StepCost] | None = None) -> dict[str, Any] | None:
-    """`autoscaling_policy` of the application in a Serve config; None where autoscaling is off."""
+    """`autoscaling_policy` of the application in a Serve config; None where autoscaling is off.
+
+    Raises:
+        ConfigError: the policy would refuse the config.
+    """
+    check_autoscaling(config)
     if config.autoscaling.policy == "off":
         return None
     kwargs: dict[str, Any] = {"config": config.model_dump(mode="json", exclude_unset=True)}
@@ -229,9 +243,13 @@ def deployment_autoscaling(config: ClusterConfig, role: Role | None) -> dict[str
     Serve's own delays and factors are neutral: hysteresis is the policy's. The router has as many replicas as
     configured, but needs an autoscaling config for its metrics to reach the policy. Replicas push them every
     `metrics_interval_s`; the environment variable that is to replace this field has no effect on replicas in Ray 2.60.
+
+    Raises:
+        ConfigError: the policy would refuse the config. A Serve config written by hand fails to deploy by this.
     """
     if config.autoscaling.policy == "off":
         return None
+    check_autoscaling(config)
     shared = {
         "upscale_delay_s": 0.0,
         "downscale_delay_s": 0.0,

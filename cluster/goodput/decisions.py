@@ -97,6 +97,7 @@ def gauges(decision: dict[str, Any] | None, now: float) -> dict[str, Any]:
         "pdserve_autoscaling_reason": {(pool, state["reason"]): 1.0 for pool, state in pools.items()},
         "pdserve_autoscaling_changes_total": changes,
         "pdserve_autoscaling_unattainable": float(any("unattainable" in w for w in decision["warnings"])),
-        "pdserve_autoscaling_data_age_seconds": max(0.0, now - decision["at_s"]),
+        # Not the age of the decision: without data one is made every interval too. An older controller tells no other.
+        "pdserve_autoscaling_data_age_seconds": max(0.0, now - decision.get("data_at_s", decision["at_s"])),
         "pdserve_pool_replicas": replicas,
     }

@@ -19,6 +19,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from cluster.autoscaling.messages import check_autoscaling
 from cluster.config import ClusterConfig
 from cluster.errors import ConfigError
 from cluster.layout import RAY_ACCELERATOR_TYPES, replica_layout
@@ -75,6 +76,7 @@ def groups(config: ClusterConfig) -> dict[str, Group]:
         ConfigError: the config leaves open what a manifest must say, or cannot be placed on pods.
     """
     http, router = config.router.http, config.router
+    check_autoscaling(config)
     if config.engine.kind == "vllm" and config.engine.device == "auto":
         raise ConfigError("engine.device", "auto: a manifest must ask for its hardware", "set cpu or gpu")
     if http.host != "0.0.0.0":
@@ -133,7 +135,8 @@ def _pool_group(config: ClusterConfig, role: Role) -> Group:
     pods = 1
     if layout.gpus > NODE_GPUS_MAX:
         pods = pool.layout.pp
-        asked = {name: amount / pods for name, amount in asked.items()}
+        # All CPUs belong to the bundle of the replica's own process, which may land on any of the pods.
+        asked = {name: amount if name == "CPU" else amount / pods for name, amount in asked.items()}
     gpus = math.ceil(asked.get("GPU", 0))
     if gpus > NODE_GPUS_MAX:
         raise ConfigError(

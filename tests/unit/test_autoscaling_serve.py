@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
 import warnings
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -187,7 +190,7 @@ def test_deployments_leave_hysteresis_to_the_policy():
 def test_a_published_decision_as_metrics():
     policy = GoodputPolicy(CONFIG, publish=False)
     policy({c.deployment_id: c for c in contexts(1000.0).values()})
-    shown = summary(policy._decision, policy.observe(contexts(1000.0), 1000.0), 1000.0)
+    shown = summary(policy._decision, policy.observe(contexts(1000.0), 1000.0), 1000.0, 1000.0)
     values = gauges(shown | {"changes": [], "change_counts": {"decode.up": 2}}, now=1003.0)
     assert set(values) <= set(CATALOGUE)
     metrics = Metrics(Slo(1, 1))
@@ -198,3 +201,31 @@ def test_a_published_decision_as_metrics():
     assert 'pdserve_autoscaling_changes_total{direction="up",pool="decode"} 2.0' in text
     assert "pdserve_autoscaling_data_age_seconds 3.0" in text
     assert gauges(None, 0.0) == {}
+
+
+def blind_after_s() -> float:
+    """The age at which the alert begins to count."""
+    rules = (Path(__file__).resolve().parents[2] / "k8s" / "overlays" / "monitoring" / "rules.yaml").read_text()
+    bound = re.search(r"max\(pdserve_autoscaling_data_age_seconds\) > (\d+)", rules)
+    assert bound is not None
+    return float(bound[1])
+
+
+@pytest.mark.parametrize("seconds_with_data", [0, 60])
+def test_the_age_of_the_data_grows_while_decisions_only_hold(seconds_with_data):
+    """Decisions without data are published too, every interval: their own age says nothing."""
+    policy, published = GoodputPolicy(CONFIG), []
+    policy._publisher = SimpleNamespace(publish=published.append)
+
+    def tick(now: float, **router_data) -> float:
+        policy({c.deployment_id: c for c in contexts(now, **router_data).values()})
+        return gauges(published[-1] | {"change_counts": {}}, now)["pdserve_autoscaling_data_age_seconds"]
+
+    ages = [tick(1000.0 + s) for s in range(seconds_with_data)]
+    assert all(age < policy.settings.interval_s for age in ages)
+    lost_s = 1000.0 + seconds_with_data
+    ages = [tick(lost_s + s, routers={"r0": {}}) for s in range(601)]
+    assert published[-1]["warnings"] == ["no usable data: request counters are missing"]
+    assert ages == sorted(ages)
+    assert ages[-1] >= 595 > blind_after_s()
+    assert tick(lost_s + 605) == 0.0

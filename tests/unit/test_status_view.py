@@ -51,7 +51,7 @@ def test_the_last_decisions_with_their_reasons():
         Role.DECODE: PoolDecision(1, "steady", "200 output tokens/s", None),
     }
     seen = Observation(decode=PoolLoad(1), prefill=PoolLoad(1, starting=2))
-    decision = summary(Decision(pools, ("unattainable: 12% of requests",), {}), seen, now - 3)
+    decision = summary(Decision(pools, ("unattainable: 12% of requests",), {}), seen, now - 3, now - 3)
     change = {"at_s": now - 60, "pool": "prefill", "from": 1, "to": 3, "reason": "queue", "why": "6.4 s waits"}
     text = shown(json.loads(json.dumps(decision | {"changes": [change] * 9, "change_counts": {"prefill.up": 9}})))
     assert "decided 3 s ago" in text
