@@ -17,7 +17,7 @@ from cluster.messages import Role
 from cluster.perf.hardware import Hardware, hardware
 from cluster.perf.roofline import RooflineTimes
 from cluster.planner.capacity import GIB, EngineLimits, memory_budget, slo_batch_cap
-from cluster.preflight import Preflight
+from cluster.preflight import Preflight, memory_utilization, whole_number
 from kv_transfer.heads import heads_of, reads
 from kv_transfer.settings import PORTS_PER_DP_RANK, ports_needed
 
@@ -34,6 +34,7 @@ class PoolMemory:
     Attributes:
         bytes_per_token_per_rank: on one GPU (or CPU rank).
         bytes_per_token: over all ranks; more than the model's own where ranks hold copies of a KV head.
+        weights_bytes_per_rank: None where they are quantized in a way that is not sized here.
         sequences: at `max_model_len`, from memory.
         slo_sequences: largest decode batch at that length whose step keeps the TPOT; None without a hardware model.
         limit: which of them binds.
@@ -41,7 +42,7 @@ class PoolMemory:
 
     bytes_per_token_per_rank: int
     bytes_per_token: int
-    weights_bytes_per_rank: int
+    weights_bytes_per_rank: int | None
     space_bytes: int | None = None
     blocks: int | None = None
     tokens: int | None = None
@@ -144,18 +145,19 @@ def _memory(facts: Preflight, role: Role) -> PoolMemory:
     tp, pp = pool.layout.tp, pool.layout.pp
     args = {**config.engine.args, **pool.engine_args}
     per_rank = shape.kv_bytes_per_token(tp, pp, facts.kv_dtype)
-    weights = shape.weight_bytes() // (tp * pp)
+    weights = _weights_bytes_per_rank(facts, tp * pp)
     known = PoolMemory(per_rank, per_rank * tp * pp, weights)
     device = _device(pool.accelerator)
-    if not facts.on_cpu and device is None:
+    if not facts.on_cpu and (device is None or weights is None):
         return known
     on_gpu = not facts.on_cpu and device is not None
-    max_num_seqs = int(args.get("max_num_seqs") or (EngineLimits().max_num_seqs if on_gpu else CPU_MAX_NUM_SEQS))
+    default_seqs = EngineLimits().max_num_seqs if on_gpu else CPU_MAX_NUM_SEQS
+    max_num_seqs = whole_number(config, role, "max_num_seqs") or default_seqs
     block_bytes = per_rank * facts.block_size
-    if override := args.get("num_gpu_blocks_override"):
-        space = int(override) * block_bytes
-    elif explicit := args.get("kv_cache_memory_bytes"):
-        space = int(explicit)
+    if override := whole_number(config, role, "num_gpu_blocks_override"):
+        space = override * block_bytes
+    elif explicit := whole_number(config, role, "kv_cache_memory_bytes"):
+        space = explicit
     elif on_gpu:
         assert device is not None
         space = _gpu_space(facts, role, device, args)
@@ -199,6 +201,13 @@ def _simulated_memory(facts: Preflight, role: Role) -> PoolMemory:
     )
 
 
+def _weights_bytes_per_rank(facts: Preflight, ranks: int) -> int | None:
+    try:
+        return facts.shape.weight_bytes() // ranks
+    except UserError:
+        return None
+
+
 def _device(accelerator: str | None) -> Hardware | None:
     if accelerator is None:
         return None
@@ -209,15 +218,15 @@ def _device(accelerator: str | None) -> Hardware | None:
 
 
 def _gpu_space(facts: Preflight, role: Role, device: Hardware, args: Mapping[str, Any]) -> int:
-    defaults = EngineLimits()
+    config, defaults = facts.config, EngineLimits()
     limits = EngineLimits(
-        utilization=float(args.get("gpu_memory_utilization") or defaults.utilization),
+        utilization=memory_utilization(config, role) or defaults.utilization,
         block_tokens=facts.block_size,
-        max_batched_tokens=int(args.get("max_num_batched_tokens") or defaults.max_batched_tokens),
-        max_num_seqs=int(args.get("max_num_seqs") or defaults.max_num_seqs),
+        max_batched_tokens=whole_number(config, role, "max_num_batched_tokens") or defaults.max_batched_tokens,
+        max_num_seqs=whole_number(config, role, "max_num_seqs") or defaults.max_num_seqs,
         cuda_graphs=not args.get("enforce_eager", False),
     )
-    layout = facts.config.pool(role).layout
+    layout = config.pool(role).layout
     quantization = args.get("quantization")
     weight_dtype = quantization if quantization in ("fp8", "int8", "mxfp4") else None
     try:
@@ -249,6 +258,11 @@ def _warnings(
     for role, pool in pools.items():
         if config.pool(role).layout.dp > 1 and not facts.shape.experts:
             yield f"pools.{role}.layout.dp: attention-DP ranks pay off in mixture-of-experts models; use replicas"
+        if pool.memory.weights_bytes_per_rank is None and not facts.on_cpu:
+            yield (
+                f"pools.{role}: weights of {facts.shape.name} ({facts.shape.dtype}) are not sized here: "
+                "what fits a GPU is known at start"
+            )
         if pool.memory.slo_sequences == 0:
             yield f"pools.{role}: one sequence of {facts.max_model_len} tokens already misses slo.tpot_ms"
     kv = config.kv_transfer

@@ -50,8 +50,15 @@ def command(
         print_json(_as_json(facts, found))
     else:
         _show(facts, found)
-    for warning in found.warnings:
-        err.print(f"[yellow]warning:[/yellow] {warning}", soft_wrap=True)
+    _warn(found.warnings)
+
+
+def _warn(warnings: list[str]) -> None:
+    from rich.text import Text
+
+    # As text: what stands in brackets is a field's name or a range, no markup.
+    for warning in warnings:
+        err.print(Text.assemble(("warning:", "yellow"), " ", warning), soft_wrap=True)
 
 
 def _machine(gpus: list[str], address: str | None) -> Machine:
@@ -65,7 +72,7 @@ def _machine(gpus: list[str], address: str | None) -> Machine:
     counts: dict[str, int] | None = None
     for item in gpus:
         name, _, count = item.partition("=")
-        if not name or not count.isdigit():
+        if not name or not count.isdecimal():
             raise UserError(f"--gpus: '{item}' is not TYPE=COUNT; for example --gpus H100=16")
         counts = {**(counts or {}), name: int(count)}
     if address is not None:
@@ -77,7 +84,7 @@ def _of_ray(address: str) -> dict[str, int]:
     """Accelerators of a running Ray cluster: GPUs by type, and custom resources."""
     from cluster.errors import UserError
 
-    err.print(f"asking the Ray cluster at {address}")
+    err.print(f"asking the Ray cluster at {address}", markup=False)
     import logging
 
     import ray
@@ -175,28 +182,30 @@ def _ratio(found: Topology) -> str | None:
 
 def _show(facts: Preflight, found: Topology) -> None:
     from rich.table import Table
+    from rich.text import Text
 
     config, shape = facts.config, facts.shape
     device = "simulated" if config.engine.kind == "simulated" else "CPU" if facts.on_cpu else "GPU"
     kv_bytes = shape.kv_bytes_per_token(kv_dtype=facts.kv_dtype)
-    out.print(
-        f"[bold]{config.name}[/bold]: {config.model.id} ({shape.layers} layers, {shape.kv_heads} KV heads of "
+    # As text: names may hold brackets, which are no markup.
+    head = (
+        f": {config.model.id} ({shape.layers} layers, {shape.kv_heads} KV heads of "
         f"{shape.head_dim}), {facts.max_model_len:,} tokens, {device}\n"
-        f"KV: {facts.kv_dtype}, blocks of {facts.block_size} tokens, {kv_bytes:,} bytes per token",
-        soft_wrap=True,
+        f"KV: {facts.kv_dtype}, blocks of {facts.block_size} tokens, {kv_bytes:,} bytes per token"
     )
+    out.print(Text.assemble((config.name, "bold"), head), soft_wrap=True)
     table = Table(show_edge=False, pad_edge=False, header_style="bold")
     table.add_column("")
     for role in found.pools:
         table.add_column(role.value)
     rows = [_rows(pool) for pool in found.pools.values()]
     for label in rows[0]:
-        table.add_row(label, *(row[label] for row in rows))
+        table.add_row(label, *(Text(row[label]) for row in rows))
     out.print(table)
     ports = config.kv_transfer
-    out.print(f"ports on each node: from [{ports.port_min}, {ports.port_max}]")
+    out.print(f"ports on each node: from [{ports.port_min}, {ports.port_max}]", markup=False)
     totals = ", ".join(f"{name} {_span(low, high)}" for name, (low, high) in found.accelerators.items())
-    out.print(f"accelerators: {totals}")
+    out.print(f"accelerators: {totals}", markup=False)
     if not config.colocated:
         out.print(f"NIXL pairs: {_span(*found.pairs)}, prefill:decode {_ratio(found)}")
         for decode_rank, sources in found.sources.items():

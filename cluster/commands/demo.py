@@ -34,6 +34,8 @@ def command(
 
     Example: pdserve demo "What is the capital of Japan?"
     """
+    from rich.text import Text
+
     from cluster.commands.settings import load_config
     from cluster.runtime.local import free_port, start
 
@@ -43,7 +45,7 @@ def command(
     try:
         err.print(f"ready after {cluster.ready_s['total']:.0f} s at {cluster.url}/v1")
         if not json_:
-            out.print(f"\n[bold]>[/] {prompt}")
+            out.print(Text.assemble("\n", (">", "bold"), " ", prompt))
         answer = _ask(cluster.url, resolved.model.served_name or resolved.model.id, prompt, max_tokens, quiet=json_)
         record = _record(cluster.url)
     finally:
@@ -153,7 +155,9 @@ def timeline(result: dict[str, Any], record: dict[str, Any]) -> Any:
         width = 24
         start, end = round(width * offset / total), round(width * (offset + seconds) / total)
         offset += seconds
-        table.add_row(stage.replace("_", " "), f"{1e3 * seconds:.1f}", " " * start + "█" * max(1, end - start), note)
+        table.add_row(
+            stage.replace("_", " "), f"{1e3 * seconds:.1f}", " " * start + "█" * max(1, end - start), Text(note)
+        )
     tpot = f"{result['tpot_ms']:.1f} ms" if result["tpot_ms"] is not None else "-"
     ttft = f"{result['ttft_ms']:.1f} ms" if result["ttft_ms"] is not None else "-"
     last = f"TTFT {ttft}, then {decode['tokens']} tokens with TPOT {tpot} on replica {decode['replica']}"

@@ -30,11 +30,12 @@ def command(
 
     spec = experiment.load(file)
     if seeds is not None:
-        if not all(s.strip().isdigit() for s in seeds.split(",")):
+        if not all(s.strip().isdecimal() for s in seeds.split(",")):
             raise UserError(f"seeds: {seeds!r} is not a list of whole numbers; e.g. 1,2,3")
         spec = spec.model_copy(update={"seeds": tuple(int(s) for s in seeds.split(","))})
     folder = out or Path("out/experiments") / file.stem
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    # Titles and labels are the user's words: brackets in them are no markup.
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=err, transient=True) as bar:
         task = bar.add_task(spec.title, total=experiment.count(spec))
         started = False
@@ -56,6 +57,7 @@ def command(
     target = report.attainment_target(result)
     reached = report.highest_rate_at(rows, target) if spec.rates else {}
     best = report.best_rows(rows)
+    missing = experiment.left_out(result.cases)
     if json:
         print_json(
             {
@@ -66,6 +68,7 @@ def command(
                 "attainment_target": target,
                 "rate_at_attainment": reached,
                 "best": [{"label": r["label"], "rate": r["rate_rps"], "goodput_rps": r["goodput_rps"]} for r in best],
+                "left_out": missing,
             }
         )
         return
@@ -79,4 +82,6 @@ def command(
             f"  {row['goodput_per_gpu']:8.3f}  {row['ttft_p95_ms'] or 0:12.0f}  {row['tpot_p99_ms'] or 0:12.1f}"
             f"  {row['itl_max_ms'] or 0:11.1f}"
         )
+    for row in missing:
+        print(f"left out {row['variant']} ({row['runs']}): {row['reason']}")
     print(f"wrote {folder / 'report.html'} and {len(files) - 1} files beside it")

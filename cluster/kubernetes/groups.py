@@ -76,7 +76,6 @@ def groups(config: ClusterConfig) -> dict[str, Group]:
         ConfigError: the config leaves open what a manifest must say, or cannot be placed on pods.
     """
     http, router = config.router.http, config.router
-    check_autoscaling(config)
     if config.engine.kind == "vllm" and config.engine.device == "auto":
         raise ConfigError("engine.device", "auto: a manifest must ask for its hardware", "set cpu or gpu")
     if http.host != "0.0.0.0":
@@ -103,6 +102,7 @@ def groups(config: ClusterConfig) -> dict[str, Group]:
     for role in Role:
         if role is Role.DECODE or not config.colocated:
             found[role.value] = _pool_group(config, role)
+    check_autoscaling(config)
     return found
 
 

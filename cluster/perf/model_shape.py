@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.errors import UserError
+from cluster.perf.quantization import quantized_dtype
 
 DTYPE_BYTES: dict[str, float] = {
     "float32": 4.0,
@@ -46,7 +47,10 @@ def dtype_bytes(dtype: str) -> float:
     try:
         return DTYPE_BYTES[dtype]
     except KeyError:
-        raise UserError(f"dtype: {dtype!r} is not known; use one of {', '.join(DTYPE_BYTES)}") from None
+        raise UserError(
+            f"dtype: {dtype!r} has no known size; name one of {', '.join(DTYPE_BYTES)} "
+            "(--weights and --kv, or weight_dtype and kv_dtype)"
+        ) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,7 @@ class ModelShape:
         experts, experts_per_token, expert_intermediate: 0 in a dense model; `dense_layers` of a mixture are dense.
         shared_intermediate: summed width of the always-active experts.
         kv_lora_rank, rope_head_dim: of a latent cache (MLA), else 0; `v_head_dim` differs from `head_dim` only there.
-        dtype: of the published weights.
+        dtype: of the published weights; how they are quantized, in words, where `dtype_bytes` knows no size of it.
         nominal_params: overrides the count from the matrices (a model known only as "70B").
     """
 
@@ -167,6 +171,11 @@ class ModelShape:
 
     # -- KV cache -----------------------------------------------------------------------------------------------
 
+    @property
+    def cache_dtype(self) -> str:
+        """Of the cache and of states. Like vLLM's `kv_cache_dtype="auto"`: quantized weights leave them at 16 bits."""
+        return self.dtype if self.dtype in ("float32", "float16") else "bfloat16"
+
     def kv_heads_per_gpu(self, tp: int) -> int:
         """A rank cannot hold less than one KV head: beyond kv_heads they are replicated."""
         return max(1, math.ceil(self.kv_heads / tp))
@@ -182,10 +191,8 @@ class ModelShape:
         2 * layers * max(1, kv_heads / tp) * head_dim * dtype bytes; a latent cache is not divided by tp; with pp
         the fullest stage counts. Layers of a sliding window are included: below the window they grow too.
         """
-        # Like vLLM's `kv_cache_dtype="auto"`: quantized weights leave the cache at 16 bits.
-        kv_dtype = kv_dtype or (self.dtype if self.dtype in ("float32", "float16") else "bfloat16")
         stage_layers = math.ceil(self.attention_layers / pp)
-        return round(stage_layers * self._kv_values_per_layer(tp) * dtype_bytes(kv_dtype))
+        return round(stage_layers * self._kv_values_per_layer(tp) * dtype_bytes(kv_dtype or self.cache_dtype))
 
     def kv_bytes(
         self, tokens: int, block_tokens: int = 16, tp: int = 1, pp: int = 1, kv_dtype: str | None = None
@@ -196,7 +203,7 @@ class ModelShape:
         whole = math.ceil(tokens / block_tokens) * block_tokens
         windowed = math.ceil(min(tokens, self.window_tokens) / block_tokens) * block_tokens
         cache_bytes = per_token * (full_share * whole + (1 - full_share) * windowed)
-        state_bytes = self.linear_layers / pp * self.state_values / tp * dtype_bytes(self.dtype)
+        state_bytes = self.linear_layers / pp * self.state_values / tp * dtype_bytes(self.cache_dtype)
         return round(cache_bytes + state_bytes)
 
     def check_layout(self, tp: int, pp: int = 1) -> None:
@@ -246,7 +253,7 @@ def from_config(config: Mapping[str, Any], name: str = "") -> ModelShape:
     kv_lora_rank = maybe("kv_lora_rank")
     experts = maybe("num_local_experts", "n_routed_experts", "num_experts")
     expert_intermediate = maybe("moe_intermediate_size", "intermediate_size") if experts else 0
-    quantization = config.get("quantization_config")
+    quantization = config.get("quantization_config") or config.get("compression_config")
     model_type = str(config.get("model_type", ""))
     sliding, linear = _layer_kinds(config, layers, label)
     return ModelShape(
@@ -280,12 +287,8 @@ def from_config(config: Mapping[str, Any], name: str = "") -> ModelShape:
 
 
 def _dtype(config: Mapping[str, Any], quantization: Any) -> str:
-    if isinstance(quantization, Mapping):
-        method, bits = str(quantization.get("quant_method", "")), quantization.get("bits")
-        if method in ("fp8", "mxfp4"):
-            return method
-        if bits in (4, 8):
-            return f"int{bits}"
+    if isinstance(quantization, Mapping) and (quantized := quantized_dtype(quantization)):
+        return quantized
     dtype = str(config.get("torch_dtype") or config.get("dtype") or "bfloat16").removeprefix("torch.")
     return dtype if dtype in DTYPE_BYTES else "bfloat16"
 

@@ -11,7 +11,8 @@
     report: {heatmap: [split, tp], at_rate: 4, timeline: {split: 4P4D}}
 
 Every combination of the axes is run at every rate with every seed. A whole number at `replicas` sets minimum and
-maximum. A combination that cannot be (weights do not fit, ...) is kept with its reason. Runs are repeatable: the
+maximum. A run that cannot be (weights do not fit, no request arrives, ...) is kept with its reason, and means are over
+the others. A relative trace path starts at the folder of the file that names it. Runs are repeatable: the
 same file gives the same figures.
 """
 
@@ -20,11 +21,12 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
@@ -35,6 +37,7 @@ from cluster.planner.setting import set_path
 from cluster.planner.simulate import Run, by_tenant, simulate, summary
 from cluster.sim.fleet import Options
 from cluster.workload.spec import Workload
+from cluster.workload.traces import resolve_traces
 from cluster.yaml_file import read_yaml
 
 Setting = dict[str, Any]
@@ -53,7 +56,7 @@ class Spec(Section):
     conditions: str = Field("", description="what the published effect needs, and what is left out here")
     cluster: dict[str, Any] = Field(default_factory=dict)
     workload: dict[str, Any]
-    rates: tuple[float, ...] = ()
+    rates: tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...] = ()
     seeds: tuple[int, ...] = Field((1,), min_length=1)
     axes: dict[str, dict[str, Any]] = Field(default_factory=dict)
     report: Report = Report()
@@ -96,13 +99,15 @@ def load(path: Path) -> Spec:
     raw = read_yaml(path, "give the path of an experiment file")
     if not isinstance(raw, dict):
         raise ConfigError(str(path), "holds no mapping", "start with `title:`, `cluster:` and `workload:`")
+    resolve_traces(raw.get("workload"), path.parent)
     try:
         spec = Spec.model_validate(raw)
     except ValidationError as e:
         first = e.errors(include_url=False)[0]
         where = ".".join(str(p) for p in first["loc"]) or "(top level)"
         known = "known keys: " + ", ".join(Spec.model_fields) if first["type"] == "extra_forbidden" else ""
-        raise ConfigError(where, first["msg"].lower(), known) from None
+        given = f"{first['input']!r}: " if isinstance(first["input"], (int, float, str)) else ""
+        raise ConfigError(where, given + first["msg"].lower(), known) from None
     if "file" in spec.workload:
         spec = spec.model_copy(update={"workload": _from_file(path.parent / str(spec.workload["file"]), spec.workload)})
     for axis in spec.report.heatmap or ():
@@ -118,8 +123,11 @@ def _from_file(path: Path, given: Mapping[str, Any]) -> dict[str, Any]:
     """A scenario's workload, with the keys that stand beside `file`."""
     raw = read_yaml(path, "give a scenario", key="workload.file")
     base = raw.get("workload", raw) if isinstance(raw, dict) else raw
+    if isinstance(raw, dict) and isinstance(base, str):
+        base = read_yaml(path.parent / base, "give a workload file beside the scenario", key="workload.file")
     if not isinstance(base, dict):
         raise ConfigError("workload.file", f"{path} holds no workload", "give a scenario")
+    resolve_traces(base, path.parent)
     return {**base, **{k: v for k, v in given.items() if k != "file"}}
 
 
@@ -172,11 +180,6 @@ def mean_rate(workload: Workload) -> float:
     return count / last
 
 
-def at_rate(workload: Workload, rate: float | None) -> Workload:
-    """The workload at `rate` requests a second; None leaves it as it is."""
-    return workload if rate is None else workload.at_rate(rate / mean_rate(workload))
-
-
 def combinations(spec: Spec) -> list[tuple[dict[str, str], list[Setting]]]:
     """Every choice of one variant an axis, with the settings."""
     axes = variants(spec)
@@ -223,14 +226,26 @@ def run(spec: Spec, progress: Callable[[str], None] = lambda _label: None, clust
         cases += own
         try:
             config, workload = apply(spec, settings)
+            mean_rps = mean_rate(workload) if spec.rates else None
             with cluster(config) as measure:
+                told: set[float | None] = set()
                 for case in own:
                     progress(f"{case.label} at {case.rate:g}/s" if case.rate is not None else case.label)
-                    asked = at_rate(workload, case.rate)
-                    done = measure(asked, case.seed)
-                    case.figures, case.tenants = summary(done), by_tenant(done)
-                    if case.seed != spec.seeds[0]:
+                    asked = workload
+                    if case.rate is not None and mean_rps is not None:
+                        asked = workload.at_rate(case.rate / mean_rps)
+                    try:
+                        done = measure(asked, case.seed)
+                        if done.offered < 2:
+                            raise UserError("workload: one request has no rate; raise its rate, duration_s or requests")
+                    except UserError as e:
+                        # Another rate or seed may well run.
+                        case.impossible = str(e)
                         continue
+                    case.figures, case.tenants = summary(done), by_tenant(done)
+                    if case.rate in told:
+                        continue
+                    told.add(case.rate)
                     # For `pdserve diagnose`; one seed tells what the others would.
                     counters = {"preemptions": float(done.preemptions)}
                     prompts = [a.prompt for a in asked.arrivals(seed=case.seed)]
@@ -241,7 +256,7 @@ def run(spec: Spec, progress: Callable[[str], None] = lambda _label: None, clust
                             timeline, timeline_label = done, case.label
         except UserError as e:
             for case in own:
-                if not case.figures:
+                if not case.figures and case.impossible is None:
                     case.impossible = str(e)
     if all(case.impossible for case in cases):
         raise UserError(f"experiment: no combination can run: {cases[0].impossible}")
@@ -264,22 +279,45 @@ def _latencies(done: Run) -> dict[str, list[float]]:
 
 
 def averaged(cases: list[Case]) -> list[dict[str, Any]]:
-    """One row a (choice, rate): means over seeds, and the spread of goodput between them."""
+    """One row a (choice, rate): means over the `runs` that have figures, and the spread of goodput between them."""
     groups: dict[tuple[str, float | None], list[Case]] = {}
     for case in cases:
         groups.setdefault((case.label, case.rate), []).append(case)
     rows = []
     for (label, rate), members in groups.items():
         row: dict[str, Any] = {"label": label, "rate": rate, **members[0].choice}
-        if members[0].impossible:
+        ran = [m for m in members if m.impossible is None]
+        if not ran:
             rows.append(row | {"impossible": members[0].impossible})
             continue
-        names = dict.fromkeys(name for m in members for name in m.figures)
+        row["runs"] = len(ran)
+        names = dict.fromkeys(name for m in ran for name in m.figures)
         for name in names:
-            values = [m.figures.get(name, 0.0 if name.startswith(("miss ", "path ")) else None) for m in members]
+            values = [m.figures.get(name, 0.0 if name.startswith(("miss ", "path ")) else None) for m in ran]
             known = [v for v in values if isinstance(v, (int, float))]
             row[name] = sum(known) / len(known) if known else None
-        spread = [m.figures["goodput_rps"] for m in members]
+        spread = [m.figures["goodput_rps"] for m in ran]
         row["goodput_spread"] = max(spread) - min(spread)
         rows.append(row)
     return rows
+
+
+def left_out(cases: list[Case]) -> list[dict[str, str]]:
+    """Runs without figures: `variant`, `runs` (rates and seeds, or all) and `reason`; one row a variant and reason."""
+    total = Counter(case.label for case in cases)
+    groups: dict[tuple[str, str], list[Case]] = {}
+    for case in cases:
+        if case.impossible is not None:
+            groups.setdefault((case.label, case.impossible), []).append(case)
+    return [
+        {
+            "variant": label,
+            "runs": "all" if len(members) == total[label] else ", ".join(map(_which, members)),
+            "reason": reason,
+        }
+        for (label, reason), members in groups.items()
+    ]
+
+
+def _which(case: Case) -> str:
+    return f"seed {case.seed}" + ("" if case.rate is None else f" at {case.rate:g}/s")

@@ -148,6 +148,7 @@ def split_outlook(
     transfer_s: float,
     transfer_load: float,
     slo: Slo,
+    itl_max_s: float | None = None,
 ) -> Outlook:
     """A split pair of pools.
 
@@ -155,6 +156,7 @@ def split_outlook(
         rate: requests a second of the whole cluster.
         transfer_s: one prompt's KV on an idle link.
         transfer_load: seconds of link time a request takes from the pool whose adapters fill first.
+        itl_max_s: longest step a decoding sequence may see; None sets no limit.
     """
     batch = decode.batch(rate / decode_replicas)
     link_use = rate * transfer_load
@@ -176,13 +178,18 @@ def split_outlook(
     limits = {"prefill compute": ttft_ok, "decode step": tpot_ok, "decode KV memory": room_ok}
     if rest_s > slo.ttft_s and moved_s > 0.5 * slo.ttft_s:
         limits["KV transfer"] = -1.0
+    within = tpot_ok
+    if itl_max_s is not None:
+        # A batch decides the length of its step, so whoever keeps the tighter limit keeps both.
+        longest_ok = normal_cdf((decode.cap(itl_max_s) - batch) / spread) if step_s <= itl_max_s else -1.0
+        limits["longest step"], within = longest_ok, max(0.0, min(tpot_ok, longest_ok))
     return Outlook(
         rate=rate,
         ttft_s=mean_wait(prefill_replicas, rate, prefill.interval_s) + rest_s,
         tpot_s=step_s,
         itl_max_s=step_s,
         batch=batch,
-        attainment=ttft_ok * tpot_ok * room_ok,
+        attainment=ttft_ok * within * room_ok,
         limits=limits,
     )
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from cluster.errors import UserError
 from cluster.messages import RequestRecord
-from cluster.planner.experiment import Result, averaged
+from cluster.planner.experiment import Case, Result, averaged, left_out
 from cluster.planner.plots import INK, figure, image_tag, page, png, table_tag
 from cluster.planner.timeline import chrome_trace, lanes, spans
 
@@ -30,6 +30,7 @@ STAGE_COLOURS = {
 }
 COLUMNS = (
     "label",
+    "runs",
     "rate_rps",
     "attainment",
     "goodput_rps",
@@ -364,14 +365,14 @@ def _html(result: Result, rows: list[dict[str, Any]], pictures: dict[str, tuple[
         parts.append((f"Highest rate with {target:.0%} of the requests within the SLO", table_tag(lines)))
     for heading, data in pictures.values():
         parts.append((heading, image_tag(data, heading)))
-    impossible = {r["label"]: r["impossible"] for r in rows if "impossible" in r}
     shown = [r for r in rows if "impossible" not in r]
-    used = [c for c in COLUMNS if any(r.get(c) not in (None, 0, 0.0) for r in shown)]
+    partial = any(r["runs"] < len(spec.seeds) for r in shown)
+    used = [c for c in COLUMNS if any(r.get(c) not in (None, 0, 0.0) for r in shown) and (partial or c != "runs")]
     parts.append(("All runs (means over seeds)", table_tag(shown, used)))
     tenants = [
         {"variant": c.label, "rate": c.rate, "tenant": name, **figures}
-        for c in result.cases
-        if len(c.tenants) > 1 and c.seed == spec.seeds[0]
+        for c in _first_runs(result)
+        if len(c.tenants) > 1
         for name, figures in c.tenants.items()
     ]
     if tenants:
@@ -379,14 +380,23 @@ def _html(result: Result, rows: list[dict[str, Any]], pictures: dict[str, tuple[
     misses = _counts(shown, "miss ")
     if misses:
         parts.append(("Misses by the stage charged", table_tag(misses)))
-    if impossible:
-        parts.append(("Cannot run", table_tag([{"variant": k, "reason": v} for k, v in impossible.items()])))
+    if missing := left_out(result.cases):
+        parts.append(("Cannot run", table_tag(missing)))
     note = html.escape(spec.question)
     if spec.conditions:
         note += f"<br><b>Conditions.</b> {html.escape(spec.conditions)}"
     seeds = ", ".join(map(str, spec.seeds))
     note += f"<br><code>{html.escape(command)}</code>, seeds {seeds}; the timeline opens in Perfetto (timeline.json)."
     return page(spec.title, note, parts)
+
+
+def _first_runs(result: Result) -> list[Case]:
+    """Of each variant and rate, the first seed that has figures."""
+    first: dict[tuple[str, float | None], Case] = {}
+    for case in result.cases:
+        if case.impossible is None:
+            first.setdefault((case.label, case.rate), case)
+    return list(first.values())
 
 
 def _counts(rows: list[dict[str, Any]], prefix: str) -> list[dict[str, Any]]:

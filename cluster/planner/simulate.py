@@ -44,7 +44,7 @@ def accelerators(config: ClusterConfig) -> tuple[int, float | None]:
     total, price, known = 0, 0.0, True
     for role in [Role.DECODE] if config.colocated else [Role.PREFILL, Role.DECODE]:
         pool = config.pool(role)
-        gpus = pool.replicas.start * pool.layout.tp * pool.layout.pp
+        gpus = pool.replicas.start * pool.layout.tp * pool.layout.pp * pool.layout.dp
         name = pool.simulated.get("hardware") or config.engine.simulated.get("hardware") or pool.accelerator
         device = table().get(str(name))
         total += gpus

@@ -234,7 +234,9 @@ class Planner:
             one_s = transfer_s(moved, slower, ranks)
             use_s = max(moved / (links[p].bytes_per_s * p.gpus) for p in (source, target))
             prefill, decode = self.prefill(source.layout), self.decode(target.layout)
-            return lambda r: split_outlook(r, prefill, source.replicas, decode, target.replicas, one_s, use_s, q.slo)
+            return lambda r: split_outlook(
+                r, prefill, source.replicas, decode, target.replicas, one_s, use_s, q.slo, q.itl_max_s
+            )
         curves = [
             MixedCurve(self.times(p.layout), q.load, self.room(p.layout), p.replicas, topology.chunk_tokens)
             for p in topology.colocated
@@ -336,9 +338,16 @@ class Planner:
                 f"slo.tpot: {q.slo.tpot_s * 1e3:.0f} ms cannot be met at any rate: an idle {tpot_by} takes "
                 f"{tpot * 1e3:.1f} ms a step"
             )
+        if q.itl_max_s is not None and tpot > q.itl_max_s:
+            return (
+                f"itl-max-ms: {q.itl_max_s * 1e3:g} ms cannot be met at any rate: an idle {tpot_by} takes "
+                f"{tpot * 1e3:.1f} ms a step"
+            )
+        longest = "" if q.itl_max_s is None else f", steps of at most {q.itl_max_s * 1e3:g} ms"
+        gpus = ", ".join(f"{n} {g}" for g, n in q.gpus.items())
         return (
-            f"slo: {q.slo.ttft_s * 1e3:.0f} ms TTFT and {q.slo.tpot_s * 1e3:.0f} ms TPOT for {q.attainment:.0%} of the "
-            f"requests leave no room for queues on {', '.join(f'{n} {g}' for g, n in q.gpus.items())}"
+            f"slo: {q.slo.ttft_s * 1e3:.0f} ms TTFT{longest} and {q.slo.tpot_s * 1e3:.0f} ms TPOT for "
+            f"{q.attainment:.0%} of the requests leave no room for queues on {gpus}"
         )
 
 

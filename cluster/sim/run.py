@@ -49,8 +49,8 @@ class Result:
         specs = self.fleet.specs
         if self.scaler is not None and self.scaler.counted_s > 0:
             held_s = self.scaler.log.held_s
-            return sum(held_s[role] * spec.tp * spec.pp for role, spec in specs.items()) / self.scaler.counted_s
-        return float(sum(spec.tp * spec.pp * len(self.fleet.pool(role)) for role, spec in specs.items()))
+            return sum(held_s[role] * spec.accelerators for role, spec in specs.items()) / self.scaler.counted_s
+        return float(sum(spec.accelerators * len(self.fleet.pool(role)) for role, spec in specs.items()))
 
     def summary(self) -> dict[str, Any]:
         """Key figures, ready for JSON."""

@@ -118,7 +118,7 @@ class Scaler:
             self._resize(role, target)
         for role in self.fleet.specs:
             self.log.peak[role] = max(self.log.peak[role], self.held(role))
-        cost = sum(self.held(role) * spec.tp * spec.pp for role, spec in self.fleet.specs.items())
+        cost = sum(self.held(role) * spec.accelerators for role, spec in self.fleet.specs.items())
         self.log.peak_accelerators = max(self.log.peak_accelerators, cost)
         self.fleet.kernel.after(min(self.interval_s, self.end_s - now), self._tick)
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import csv
 import gzip
+import zlib
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from random import Random
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from pydantic import Field, model_validator
@@ -34,7 +35,7 @@ def _read(path: Path) -> bytes:
     try:
         data = path.read_bytes()
         return gzip.decompress(data) if path.suffix == ".gz" else data
-    except (OSError, EOFError) as e:
+    except (OSError, EOFError, zlib.error) as e:
         raise ConfigError(str(path), f"cannot be read ({e})", "give a trace file, .gz or plain") from e
 
 
@@ -76,7 +77,11 @@ def read_azure(path: str | Path) -> list[Arrival]:
         ConfigError: file and line that cannot be used.
     """
     path = Path(path)
-    rows = csv.reader(_read(path).decode("utf-8", errors="replace").splitlines())
+    lines = _read(path).decode("utf-8", errors="replace").splitlines()
+    try:
+        rows = iter(list(csv.reader(lines)))
+    except csv.Error as e:
+        raise ConfigError(str(path), f"is no CSV file ({e})", "expected TIMESTAMP,ContextTokens,GeneratedTokens") from e
     header = [name.strip().lower() for name in next(rows, [])]
     if header != ["timestamp", "contexttokens", "generatedtokens"]:
         raise ConfigError(
@@ -104,6 +109,17 @@ def _from_zero(path: Path, arrivals: list[Arrival]) -> list[Arrival]:
     arrivals.sort(key=lambda a: a.at_s)
     start = arrivals[0].at_s
     return [Arrival(a.at_s - start, a.prompt, a.output_tokens) for a in arrivals]
+
+
+def resolve_traces(workload: Any, folder: Path) -> None:
+    """Let relative trace paths of a workload as YAML has it start at `folder`, wherever the command is run."""
+    if not isinstance(workload, dict):
+        return
+    streams = workload.get("streams")
+    for holder in [workload, *(streams if isinstance(streams, list) else [])]:
+        trace = holder.get("trace") if isinstance(holder, dict) else None
+        if isinstance(trace, dict) and isinstance(trace.get("path"), str):
+            trace["path"] = str((folder / trace["path"]).resolve())
 
 
 class Replay(Section):

@@ -146,6 +146,10 @@ def test_a_combination_that_cannot_be_is_kept_with_its_reason(tmp_path: Path) ->
         ({"axes": {"x": {"a": {"cluster.pols": 1}}}, "report": {}}, "pols: unknown key; did you mean `pools`?"),
         ({"axes": {"x": {"a": {"workload.requests": 0}}}, "report": {}}, "workload.requests: input should be greater"),
         ({"seeds": []}, "seeds: tuple should have at least 1 item"),
+        ({"rates": [0, 2]}, "rates.0: 0: input should be greater than 0"),
+        ({"rates": [2, -1]}, "rates.1: -1: input should be greater than 0"),
+        ({"rates": [float("inf")]}, "rates.0: inf: input should be a finite number"),
+        ({"rates": ["fast"]}, "rates.0: 'fast': input should be a valid number"),
         ({"cluster": {"engine": "kind"}}, "cluster.engine: 'kind' is not a mapping; leave it out"),
         ({"axes": {"x": {"a": {"workload.streams.one.weight": 1}}}, "report": {}}, "axes: workload.streams.one.weight"),
         ({"axes": {"x": {"a": {"workload.streams.7": 1}}}, "report": {}}, "axes: workload.streams.7: '7' is no index"),
@@ -225,3 +229,102 @@ def test_rows_are_means_over_seeds_with_their_spread() -> None:
 def test_quantiles_are_observed_values(q: float, expected: int) -> None:
     assert quantile([float(v) for v in range(1, 11)], q) == expected
     assert quantile([], q) is None
+
+
+# At 0.1/s for ten seconds seed 1 draws no request, seed 2 three, seed 3 one.
+SPARSE = {
+    **SMALL,
+    "workload": {**{k: v for k, v in SMALL["workload"].items() if k != "requests"}, "duration_s": 10},
+    "rates": [0.1, 2],
+    "axes": {},
+    "report": {"at_rate": 0.1},
+}
+NONE = "workload: it has no requests; raise its rate, duration_s or requests"
+ONE = "workload: one request has no rate; raise its rate, duration_s or requests"
+
+
+def _sparse(tmp_path: Path, *seeds: int) -> Result:
+    return experiment.run(experiment.load(_write(tmp_path, {**SPARSE, "seeds": seeds})))
+
+
+def test_a_run_without_requests_spoils_no_other(tmp_path: Path) -> None:
+    done = _sparse(tmp_path, 1, 2, 3)
+    assert [c.impossible for c in done.cases] == [NONE, None, ONE, None, None, None]
+    low, high = averaged(done.cases)
+    kept = done.cases[1]
+    assert (low["runs"], high["runs"]) == (1, 3)
+    assert low["goodput_rps"] == kept.figures["goodput_rps"] and low["goodput_spread"] == 0
+    assert done.latencies and kept.evidence, "the first seed that ran is drawn, not the first one of the file"
+    report.write(done, tmp_path / "o", "x")
+    page = (tmp_path / "o/report.html").read_text()
+    assert NONE in page and "seed 1 at 0.1/s" in page and "<th>runs</th>" in page
+
+
+def test_a_rate_that_no_seed_reaches_is_kept_with_its_reason(tmp_path: Path) -> None:
+    done = _sparse(tmp_path, 1)
+    low, high = averaged(done.cases)
+    assert low["impossible"] == NONE and high["goodput_rps"] > 0
+    assert report.best_rows([low, high]) == [high]
+    assert experiment.left_out(done.cases) == [{"variant": "base", "runs": "seed 1 at 0.1/s", "reason": NONE}]
+
+
+def test_one_request_has_no_rate(tmp_path: Path) -> None:
+    """Its goodput would be a request in no time."""
+    done = _sparse(tmp_path, 3)
+    assert done.cases[0].impossible == ONE
+    assert all(row["goodput_rps"] < 3 for row in report.best_rows(averaged(done.cases)))
+
+
+def test_the_command_says_what_was_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from cluster.cli import main
+
+    content = {**SPARSE, "title": "A [/b] title", "seeds": [1]}
+    arguments = ["experiment", str(_write(tmp_path, content)), "--out", str(tmp_path / "o"), "--seeds"]
+    main([*arguments, "1,2"])
+    shown = capsys.readouterr().out
+    assert "A [/b] title" in shown and f"left out base (seed 1 at 0.1/s): {NONE}" in shown
+    main([*arguments, "1,2", "--json"])
+    assert json.loads(capsys.readouterr().out)["left_out"] == [
+        {"variant": "base", "runs": "seed 1 at 0.1/s", "reason": NONE}
+    ]
+    with pytest.raises(SystemExit):
+        main([*arguments, "1,²"])
+    assert "seeds: '1,²' is not a list of whole numbers" in capsys.readouterr().err
+
+
+TRACE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
+    f"2023-11-16 18:15:{second:02}.0,200,20\n" for second in range(30)
+)
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        {"workload": {"trace": {"path": "../traces/t.csv"}}},
+        {"workload": {"streams": [{"trace": {"path": "../traces/t.csv"}}]}},
+        {"workload": "w.yaml"},
+        {"trace": {"path": "../traces/t.csv"}},
+    ],
+)
+def test_a_scenario_finds_its_trace_from_its_own_folder(tmp_path: Path, scenario: dict) -> None:
+    for name in ("traces", "scenarios", "experiments"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "traces/t.csv").write_text(TRACE)
+    (tmp_path / "scenarios/s.yaml").write_text(yaml.safe_dump(scenario))
+    (tmp_path / "scenarios/w.yaml").write_text(yaml.safe_dump({"trace": {"path": "../traces/t.csv"}}))
+    content = {**SMALL, "workload": {"file": "../scenarios/s.yaml"}, "axes": {}, "report": {}, "rates": [2]}
+    done = experiment.run(experiment.load(_write(tmp_path / "experiments", content)))
+    assert done.cases[0].figures["done"] == 30
+
+
+def test_an_experiment_finds_its_own_trace_from_its_own_folder(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text(TRACE)
+    content = {**SMALL, "workload": {"trace": {"path": "t.csv"}}, "axes": {}, "report": {}, "rates": [2]}
+    assert experiment.run(experiment.load(_write(tmp_path, content))).cases[0].figures["done"] == 30
+
+
+def test_the_packaged_trace_scenarios_can_be_experiments(tmp_path: Path) -> None:
+    for path in sorted((EXPERIMENTS.parent / "scenarios").glob("trace-*.yaml")):
+        content = {**SMALL, "workload": {"file": str(path)}, "axes": {}, "report": {}}
+        _, workload = experiment.apply(experiment.load(_write(tmp_path, content)), [])
+        assert next(iter(workload.arrivals())).prompt_tokens > 0

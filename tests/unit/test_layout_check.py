@@ -225,3 +225,73 @@ def test_simulated_pools_that_differ_are_refused_too() -> None:
     raw = {"engine": {"kind": "simulated"}, "pools": {"prefill": {"simulated": {"block_size_tokens": 32}}}}
     with pytest.raises(Incompatible, match="block_size: prefill has 32, decode has 16"):
         preflight(parse(raw))
+
+
+def fp8_on_one_gpu(tmp_path: Path, quantization: dict[str, Any]) -> dict[str, Any]:
+    """40 B parameters: 80 GB at 16 bits, more than an H100 has."""
+    folder = tmp_path / "model"
+    folder.mkdir(exist_ok=True)
+    hf = {
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": 48,
+        "hidden_size": 8192,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "intermediate_size": 28672,
+        "vocab_size": 32000,
+        "max_position_embeddings": 4096,
+        "quantization_config": quantization,
+    }
+    (folder / "config.json").write_text(json.dumps(hf))
+    pool = {"accelerator": "H100", "replicas": {"min": 1, "max": 1}}
+    return {"model": {"id": str(folder)}, "engine": {"device": "gpu"}, **pools(pool, pool)}
+
+
+def test_quantized_weights_are_sized_as_such(tmp_path: Path) -> None:
+    groups = {"group_0": {"weights": {"num_bits": 8, "type": "float"}}}
+    config = fp8_on_one_gpu(tmp_path, {"quant_method": "compressed-tensors", "config_groups": groups})
+    found = topology(preflight(parse(config)), Machine())
+    assert 38e9 < (found.pools[Role.DECODE].memory.weights_bytes_per_rank or 0) < 43e9
+    assert (found.pools[Role.DECODE].memory.sequences or 0) > 1
+
+
+def test_weights_of_unknown_size_leave_memory_to_the_engine(tmp_path: Path) -> None:
+    facts = preflight(parse(fp8_on_one_gpu(tmp_path, {"quant_method": "hqq"})))
+    found = topology(facts, Machine())
+    assert found.pools[Role.DECODE].memory.weights_bytes_per_rank is None
+    assert found.pools[Role.DECODE].memory.concurrency is None
+    assert any("(hqq) are not sized here" in warning for warning in found.warnings)
+
+
+@pytest.mark.parametrize(
+    ("config", "path", "words"),
+    [
+        ({"engine": {"args": {"max_num_seqs": "many"}}}, "engine.args.max_num_seqs", ("'many'", "no whole number")),
+        ({"engine": {"args": {"block_size": "big"}}}, "engine.args.block_size", ("'big'", "no whole number")),
+        ({"engine": {"args": {"kv_cache_memory_bytes": "4GiB"}}}, "engine.args.kv_cache_memory_bytes", ("'4GiB'",)),
+        ({"engine": {"args": {"num_gpu_blocks_override": [1]}}}, "engine.args.num_gpu_blocks_override", ("[1]",)),
+        ({"engine": {"args": {"max_num_batched_tokens": 2.5}}}, "engine.args.max_num_batched_tokens", ("2.5",)),
+        ({"engine": {"args": {"max_num_seqs": 0}}}, "engine.args.max_num_seqs", ("0 is below the minimum 1",)),
+        ({"engine": {"args": {"gpu_memory_utilization": 90}}}, "engine.args.gpu_memory_utilization", ("(0, 1]",)),
+        (pools({"engine_args": {"max_num_seqs": True}}, {}), "pools.prefill.engine_args.max_num_seqs", ("True",)),
+        ({"engine": {"device": "cpu"}, **pools(*[{"engine_args": {"block_size": 48}}] * 2)},
+         "pools.decode.engine_args.block_size", ("48", "32")),
+    ],
+)  # fmt: skip
+def test_arguments_that_are_no_numbers_are_one_line(config: dict[str, Any], path: str, words: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        preflight(parse(config))
+    assert refused.value.path == path and "\n" not in str(refused.value)
+    assert all(word in str(refused.value) for word in words), str(refused.value)
+
+
+def test_numbers_may_be_written_as_text() -> None:
+    args = {"max_num_seqs": "8", "gpu_memory_utilization": "0.5", "block_size": 32.0}
+    facts = preflight(parse({**LARGE, "engine": {"device": "gpu", "args": args}}))
+    memory = topology(facts, Machine()).pools[Role.DECODE].memory
+    assert (facts.block_size, memory.max_num_seqs) == (32, 8)
+
+
+def test_a_count_in_other_digits_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path, {}, "--gpus", "H100=²") == 2
+    assert "TYPE=COUNT" in capsys.readouterr().err

@@ -199,3 +199,55 @@ def test_transfers_take_latency_plus_bytes_over_bandwidth() -> None:
     assert transfer_s(size, rdma, ranks=8) == pytest.approx(rdma.latency_s + size / (8 * 50e9))
     with pytest.raises(UserError, match="link: 'pigeon'"):
         link_between(device, "pigeon")
+
+
+def _group(**weights: object) -> dict[str, object]:
+    return {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "dtype"),
+    [
+        ({"quant_method": "compressed-tensors", "config_groups": _group(num_bits=8, type="float")}, "fp8"),
+        ({"quant_method": "compressed-tensors", "config_groups": _group(num_bits=8, type="int")}, "int8"),
+        ({"quant_method": "compressed-tensors", "config_groups": _group(num_bits=4, type="int")}, "int4"),
+        ({"quant_method": "x", "config_groups": _group(num_bits=4, type="float", group_size=16)}, "fp4"),
+        ({"quant_method": "x", "config_groups": _group(num_bits=4, type="float", group_size=32)}, "mxfp4"),
+        ({"quant_method": "compressed-tensors", "config_groups": {}}, "bfloat16"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "fp8"),
+        ({"quant_method": "modelopt", "quant_algo": "fp8_pb_wo"}, "fp8"),
+        ({"quant_method": "modelopt", "quantization": {"quant_algo": "NVFP4"}}, "fp4"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}, "int4"),
+        ({"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"}, "bfloat16"),
+        ({"quant_method": "fbgemm_fp8"}, "fp8"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "int4"),
+        ({"quant_method": "gptq", "bits": 8}, "int8"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"),
+        ({}, "bfloat16"),
+    ],
+)  # fmt: skip
+def test_weights_have_the_type_that_their_quantization_says(quantization: dict[str, object], dtype: str) -> None:
+    assert from_config({**_minimal(), "quantization_config": quantization}).dtype == dtype
+
+
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        {"quant_method": "hqq"},
+        {"quant_method": "gptq", "bits": 3},
+        {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"},
+        {
+            "quant_method": "compressed-tensors",
+            "config_groups": {**_group(num_bits=8, type="float"), "group_1": {"weights": {"num_bits": 4}}},
+        },
+    ],
+)
+def test_weights_of_unknown_size_are_refused_where_their_size_is_asked(quantization: dict[str, object]) -> None:
+    shape = from_config({**_minimal(), "quantization_config": quantization})
+    with pytest.raises(
+        UserError, match=rf"^dtype: '{quantization['quant_method']}.* has no known size; name one of"
+    ) as e:
+        shape.weight_bytes()
+    assert "\n" not in str(e.value)
+    assert shape.weight_bytes("fp8") < from_config(_minimal()).weight_bytes()
+    assert shape.kv_bytes_per_token() == from_config(_minimal()).kv_bytes_per_token()

@@ -206,3 +206,25 @@ def test_little_s_law_holds_along_the_decode_curve() -> None:
 def test_the_highest_rate_is_found() -> None:
     assert highest_rate(lambda r: 1.0 if r <= 7.5 else 0.5, 0.9) == pytest.approx(7.5, rel=0.003)
     assert highest_rate(lambda r: 0.0, 0.9) == 0.0
+
+
+@pytest.mark.parametrize("text", ["P2tp1+D2tp1", "P3tp1+D1tp1"])
+def test_the_longest_step_binds_a_split_too(text: str) -> None:
+    """A decode batch grows until its step is as long as allowed, be it by TPOT or by the longest step."""
+    free = _question(shape=model_shape("llama-3.1-8b"), gpus={"H100": 4}, load=Workload(2000, 300))
+    topology = parse_topology(text, ["H100"])
+    rated = [Planner(replace(free, itl_max_s=limit)).rate(topology) for limit in (None, 1.0, 0.012, 0.009)]
+    goodput = [entry.goodput_rps for entry in rated]
+    assert goodput[0] == goodput[1] > goodput[2] > goodput[3] > 0
+    assert [entry.saturated_rps for entry in rated] == sorted((e.saturated_rps for e in rated), reverse=True)
+    assert rated[0].outlook.itl_max_s > 0.012
+    for entry, limit in ((rated[2], 0.012), (rated[3], 0.009)):
+        assert entry.outlook.itl_max_s <= limit and entry.outlook.bottleneck == "longest step"
+    assert "longest step" not in rated[0].outlook.limits
+
+
+def test_a_longest_step_that_no_engine_keeps_is_named() -> None:
+    with pytest.raises(UserError, match=r"^itl-max-ms: 1 ms cannot be met at any rate: an idle H100 tp8 takes"):
+        Planner(_question(itl_max_s=0.001)).search()
+    best = Planner(_question(itl_max_s=0.03)).search().best()
+    assert best is not None and best.outlook.itl_max_s <= 0.03

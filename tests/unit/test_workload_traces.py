@@ -97,3 +97,21 @@ def test_the_published_traces_load(shared_dir: Path) -> None:
     assert sum(a.prompt_tokens for a in conversation) / 12_031 == pytest.approx(12_035, abs=1)
     azure = read_azure(shared_dir / "traces" / "azure_llm_2023_conv.csv.gz")
     assert len(azure) == 19_366
+
+
+def test_damaged_archives_are_one_line(tmp_path: Path) -> None:
+    whole = gzip.compress(json.dumps(MOONCAKE[0]).encode() * 50)
+    damaged = {"none": b"plain", "cut": whole[:-12], "flipped": whole[:12] + b"\xff" * 8 + whole[20:]}
+    for name, data in damaged.items():
+        path = tmp_path / f"{name}.jsonl.gz"
+        path.write_bytes(data)
+        with pytest.raises(ConfigError, match=rf"{name}\.jsonl\.gz: cannot be read") as refused:
+            read_mooncake(path)
+        assert "\n" not in str(refused.value)
+
+
+def test_a_file_that_is_no_csv_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("x" * 200_000)
+    with pytest.raises(ConfigError, match="is no CSV file"):
+        read_azure(path)

@@ -246,9 +246,7 @@ def engine_spec(config: ClusterConfig, role: Role) -> EngineSpec:
         else None,
     )
     accelerator = pool.accelerator or (settings.hardware if settings.times == "roofline" else None)
-    return EngineSpec(
-        role, settings, scheduler, times, layout.tp, layout.pp, layout.dp, accelerator, config.model.id
-    )
+    return EngineSpec(role, settings, scheduler, times, layout.tp, layout.pp, layout.dp, accelerator, config.model.id)
 
 
 def _settings(config: ClusterConfig, role: Role) -> SimulatedSettings:

@@ -38,7 +38,7 @@ def worker_info(
         max_model_len=vllm_config.model_config.max_model_len,
         tp=parallel.tensor_parallel_size,
         pp=parallel.pipeline_parallel_size,
-        accelerators=parallel.world_size,
+        accelerators=parallel.world_size * pool.layout.dp,
         accelerator_type=pool.accelerator,
         node=node,
         kv_events_endpoint=events.get("endpoint"),
