@@ -122,7 +122,7 @@ class Client:
             while not exchange.finished:
                 await self._attempt(exchange, request)
         except (OSError, TimeoutError) as e:
-            exchange.fail(self._clock(), f"connect: {e or type(e).__name__}")
+            exchange.fail(self._clock(), f"connect: {str(e) or type(e).__name__}")
         except asyncio.CancelledError:
             exchange.fail(self._clock(), UNFINISHED)
             raise

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 
 from cluster.errors import UserError
-from loadtests.endpoint import split_url
+from loadtests.endpoint import base_url, header_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +24,12 @@ def discover(url: str, model: str | None = None, api_key: str | None = None) -> 
     """Ask `/v1/models`.
 
     Raises:
-        UserError: nobody answers there, or it does not serve `model`.
+        UserError: nobody answers there, it does not serve `model`, or no header can carry `api_key`.
     """
-    scheme, host, port, prefix = split_url(url)
-    base = f"{scheme}://{host}:{port}{prefix}"
-    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    base = base_url(url)
     try:
-        answer = httpx.get(f"{base}/v1/models", headers=headers, timeout=20)
-    except httpx.HTTPError as e:
+        answer = httpx.get(f"{base}/v1/models", headers=_headers(api_key), timeout=20)
+    except (httpx.HTTPError, httpx.InvalidURL) as e:
         raise UserError(f"--host: {base} does not answer ({e}); start one with `pdserve serve`") from None
     if answer.status_code != 200:
         raise UserError(f"--host: {base}/v1/models answered {answer.status_code}; is this an OpenAI endpoint?")
@@ -46,17 +44,25 @@ def discover(url: str, model: str | None = None, api_key: str | None = None) -> 
     return Served(base, name, length if isinstance(length, int) else None)
 
 
-def fetch_json(base_url: str, path: str, api_key: str | None = None) -> Any:
-    """A page of pdserve's own; None where the endpoint has no such page (it is another server)."""
-    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+def _headers(api_key: str | None) -> dict[str, str]:
+    return {"authorization": f"Bearer {header_text('--api-key', api_key, charset='ascii')}"} if api_key else {}
+
+
+def fetch_json(base: str, path: str, api_key: str | None = None) -> Any:
+    """A page of pdserve's own; None where the endpoint has no such page (it is another server).
+
+    Raises:
+        ConfigError: no header can carry `api_key`.
+    """
+    headers = _headers(api_key)
     try:
-        answer = httpx.get(base_url + path, headers=headers, timeout=30)
+        answer = httpx.get(base + path, headers=headers, timeout=30)
         return answer.json() if answer.status_code == 200 else None
-    except (httpx.HTTPError, ValueError):
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError):
         return None
 
 
-def fetch_records(base_url: str, api_key: str | None = None) -> list[dict[str, Any]]:
+def fetch_records(base: str, api_key: str | None = None) -> list[dict[str, Any]]:
     """The records of the requests that a router finished last; empty for other servers."""
-    raw = fetch_json(base_url, "/pdserve/records", api_key)
+    raw = fetch_json(base, "/pdserve/records", api_key)
     return raw if isinstance(raw, list) else []

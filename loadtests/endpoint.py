@@ -56,6 +56,11 @@ class Endpoint:
     def path(self) -> str:
         return split_url(self.url)[3] + ("/v1/chat/completions" if self.api == "chat" else "/v1/completions")
 
+    @property
+    def authority(self) -> str:
+        """Host and port as a `host` header has them."""
+        return f"{_bracketed(self.host)}:{self.port}"
+
 
 def split_url(url: str) -> tuple[str, str, int, str]:
     """Scheme, host, port and path prefix. Raises ConfigError for anything but http(s)://host[:port][/prefix]."""
@@ -67,6 +72,29 @@ def split_url(url: str) -> tuple[str, str, int, str]:
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError("--host", f"{url!r} is no http or https address", "e.g. http://127.0.0.1:8000")
     return parts.scheme, parts.hostname, port, parts.path.rstrip("/").removesuffix("/v1")
+
+
+def base_url(url: str) -> str:
+    """The address that paths are appended to, with its port. Raises ConfigError as `split_url` does."""
+    scheme, host, port, prefix = split_url(url)
+    return f"{scheme}://{_bracketed(host)}:{port}{prefix}"
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def header_text(field: str, value: str, *, charset: Literal["ascii", "latin-1"] = "latin-1") -> str:
+    """`value`, which a header can carry. Raises ConfigError for any other; it names `field` and not the value, which
+    may be a secret."""
+    try:
+        value.encode(charset)
+    except UnicodeEncodeError as e:
+        problem = f"character {e.start + 1} is not {charset.upper()}, and HTTP headers carry nothing else"
+        raise ConfigError(field, problem, "use letters, digits and punctuation of ASCII") from None
+    if not value.isprintable():
+        raise ConfigError(field, "holds a control character such as a line end", "remove it")
+    return value
 
 
 @dataclass(slots=True)
@@ -100,7 +128,7 @@ class RequestWriter:
         e = self.endpoint
         lines = [
             f"POST {e.path} HTTP/1.1",
-            f"host: {e.host}:{e.port}",
+            f"host: {e.authority}",
             "content-type: application/json",
             "accept: text/event-stream",
             f"x-request-id: {request_id}",

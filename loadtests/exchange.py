@@ -48,6 +48,7 @@ class Exchange:
         self._sse: SseParser | None = None
         self._events: list[tuple[float, int]] = []
         self._seen_tokens = 0
+        self._uncounted = False
         self._reasons: dict[int, str] = {}
         self._body = b""
         self._complete = False
@@ -175,14 +176,16 @@ class Exchange:
                 self._reasons[choice.index] = choice.finish_reason
         if not chunk.choices:
             return
-        if chunk.usage is not None and chunk.usage.completion_tokens is not None:
-            # Counts are cumulative; the difference is what this chunk brought, whatever its text looks like.
+        if chunk.usage is not None and chunk.usage.completion_tokens is not None and not self._uncounted:
+            # Counts are cumulative; the difference is what this chunk brought, whatever its text looks like. A count
+            # that comes only after output without one is the total of the answer, which no single chunk brought.
             self.sample.counted = "usage"
             new = chunk.usage.completion_tokens - self._seen_tokens
             if new > 0:
                 self._events.append((self._now, new))
                 self._seen_tokens += new
         elif output:
+            self._uncounted = self.sample.counted == "chunks"
             self._events.append((self._now, 1))
             self._seen_tokens += 1
 

@@ -38,7 +38,7 @@ class GeventClient:
                     self._attempt(exchange, request)
             exchange.fail(self._clock(), f"timed out after {self._limits.total_s:g} s")
         except OSError as e:
-            exchange.fail(self._clock(), f"connect: {e}")
+            exchange.fail(self._clock(), f"connect: {str(e) or type(e).__name__}")
         except BaseException:
             exchange.fail(self._clock(), UNFINISHED)
             raise
@@ -53,8 +53,10 @@ class GeventClient:
         except TimeoutError:
             exchange.fail(self._clock(), f"timed out: nothing for {self._limits.idle_s:g} s")
         except OSError:
-            if not reused or exchange.answered:
-                raise
+            # A reset is an end like any other, judged by what arrived. Before an answer, on a kept-alive connection, it
+            # says nothing about this request.
+            if exchange.answered or not reused:
+                exchange.eof(self._clock())
         finally:
             if exchange.finished and exchange.keep_alive:
                 self._idle.append(connection)

@@ -1,7 +1,8 @@
 """What all users of one Locust process share: endpoint, prompts, client, tally; and how tallies meet on the master.
 
 Workers send their whole tally with Locust's regular report and once more when they have drained. The master keeps
-the latest of each worker, so what it shows is the pooled truth; see `tally.py`.
+the latest of each worker, so what it shows is the pooled truth; see `tally.py`. A mistake of the user ends the test
+with one line, on whichever process it is found.
 """
 
 from __future__ import annotations
@@ -18,20 +19,20 @@ from gevent.event import Event
 from gevent.pool import Group
 from locust.env import Environment
 from locust.event import EventHook
-from locust.runners import LocalRunner, MasterRunner, WorkerRunner
+from locust.runners import MasterRunner, WorkerRunner
 
-from cluster.config import SloConfig
 from cluster.errors import UserError
-from cluster.messages import Outcome
+from cluster.messages import Outcome, Slo
 from cluster.workload.arrival import Arrival
 from cluster.workload.spec import Bounds, Workload
 from cluster.workload.structures import Agent, Chat
 from cluster.workload.text import TextWriter
-from loadtests import scenario as scenarios
 from loadtests.discover import discover
 from loadtests.endpoint import Endpoint, RequestWriter
+from loadtests.lag import missed
 from loadtests.locust_client import GeventClient
-from loadtests.report.build import strict
+from loadtests.locust_plan import scenario_of, share_of, slo_of
+from loadtests.report.build import make_folder, strict
 from loadtests.sample import UNFINISHED, Sample
 from loadtests.scenario import Scenario
 from loadtests.session import TEMPLATE_TOKENS
@@ -46,16 +47,24 @@ sample_event = EventHook()
 
 
 class Control:
-    """One per Locust environment; `Control.of(environment)` finds it."""
+    """One per Locust environment; `Control.of(environment)` finds it.
+
+    Raises:
+        UserError: the options ask for what cannot be done. Not on a worker: its options come with the first test.
+    """
 
     def __init__(self, environment: Environment) -> None:
         self.environment = environment
         self.options: Any = environment.parsed_options
         self.scenario: Scenario | None = None
-        if self.options.pd_scenario:
-            self.scenario = scenarios.load(scenarios.find(self.options.pd_scenario))
-        self.slo = self._slo().to_slo()
-        self.tally = Tally(self.slo)
+        self.failed = False
+        self.run = 0
+        if isinstance(environment.runner, WorkerRunner):
+            self.tally = Tally(_NOTHING_SCENARIO.slo.to_slo())
+        else:
+            if self.options.pd_out:
+                make_folder(Path(self.options.pd_out), "--pd-out")
+            self._choose()
         self.tallies: dict[str, Tally] = {}
         self.in_flight = Group()
         self.stopping = Event()
@@ -63,7 +72,7 @@ class Control:
         self._start = time.perf_counter()
         self._sources: dict[str, Any] = {}
         self._numbers = iter(range(10**12))
-        self._ready = False
+        self._found_for: Any = None
         self._watcher: gevent.Greenlet | None = None
 
     @classmethod
@@ -71,11 +80,15 @@ class Control:
         control: Control = environment.pdserve
         return control
 
-    def _slo(self) -> SloConfig:
-        o = self.options
-        base = self.scenario.slo if self.scenario is not None else SloConfig()
-        changes = {"ttft_ms": o.pd_ttft_ms, "tpot_ms": o.pd_tpot_ms}
-        return base.model_copy(update={k: v for k, v in changes.items() if v is not None})
+    def _choose(self) -> None:
+        # By the options as they are now: whoever starts a test over the web can change them, and a worker has the
+        # master's only once a test starts.
+        self.scenario = scenario_of(self.options)
+        self.tally = Tally(slo_of(self.options, self.scenario))
+
+    @property
+    def slo(self) -> Slo:
+        return self.tally.slo
 
     def clock(self) -> float:
         """Seconds since this process began the test."""
@@ -83,29 +96,60 @@ class Control:
 
     @property
     def part(self) -> int:
+        """This process among all that ever took part: for what must differ between any two of them."""
         return max(0, getattr(self.environment.runner, "worker_index", 0))
-
-    @property
-    def parts(self) -> int:
-        return max(1, int(getattr(self.options, "pd_workers", None) or 1))
 
     # Life of a test on a process that sends.
 
     def begin(self) -> None:
-        """A test starts: find the endpoint, forget the test before."""
-        self.tally = Tally(self.slo)
-        self.in_flight, self.stopping = Group(), Event()
+        """A test starts: read the options, find the endpoint, forget the test before. A mistake ends the test."""
+        self.failed, self.run = False, int(getattr(self.options, "pd_run", 0))
+        self.tally, self.in_flight, self.stopping = Tally(self.slo), Group(), Event()
         self._sources.clear()
-        self._find_endpoint()
+        try:
+            self._choose()
+            self._find_endpoint()
+        except UserError as mistake:
+            self.fail(mistake)
+            return
         self._start = time.perf_counter()
         self._watcher = gevent.spawn(self._watch_lag)
         if self.scenario is not None:
             gevent.spawn(self._play, self.bounded(self.scenario.workload))
 
+    def fail(self, mistake: UserError) -> None:
+        """End the test for a mistake of the user: one line and exit status 2. A worker leaves that to the master."""
+        self.stopping.set()
+        if self.failed:
+            return  # every worker may find the same mistake
+        self.failed = True
+        runner = self.environment.runner
+        if isinstance(runner, WorkerRunner):
+            runner.send_message("pdserve_failed", str(mistake))
+            return
+        log.error("%s", str(mistake).replace("\n", " "))
+        if runner is None:
+            return
+        if self.options.headless:
+            self.environment.process_exit_code = 2
+            gevent.spawn(runner.quit)
+        else:
+            gevent.spawn(runner.stop)
+
     def _play(self, workload: Workload) -> None:
+        try:
+            self._play_share(workload)
+        except UserError as mistake:
+            self.fail(mistake)
+
+    def _play_share(self, workload: Workload) -> None:
         """This process's share of a scenario's schedule, then word that it is done."""
+        dealt = getattr(self.options, "pd_shares", None)
+        share = share_of(dealt, getattr(self.environment.runner, "client_id", None))
+        if share is None:
+            return
         streams = workload.all_streams
-        for a in islice(workload.arrivals(), self.part, None, self.parts):
+        for a in islice(workload.arrivals(), share[0], None, share[1]):
             stream = streams[a.stream]
             sample, request = self.prepare(a, alternate=isinstance(stream.prompts, Chat | Agent))
             if self.stopping.wait(timeout=max(0.0, a.at_s - self.clock())):
@@ -119,17 +163,13 @@ class Control:
             runner.quit()
 
     def _find_endpoint(self) -> None:
-        if self._ready:
-            return
         o = self.options
-        try:
-            served = discover(self.environment.host or "http://127.0.0.1:8000", o.pd_model or None)
-            text = TextWriter(find_tokenizer(o.pd_tokenizer or None, served.model))
-        except UserError as mistake:
-            log.error("%s", mistake)
-            self.environment.process_exit_code = 2
-            raise
-        request = (self.scenario or Scenario(workload=_NOTHING)).request
+        wanted = (self.environment.host or "http://127.0.0.1:8000", o.pd_model, o.pd_tokenizer, o.pd_scenario)
+        if self._found_for == wanted:
+            return
+        served = discover(wanted[0], o.pd_model or None)
+        text = TextWriter(find_tokenizer(o.pd_tokenizer or None, served.model))
+        request = (self.scenario or _NOTHING_SCENARIO).request
         endpoint = Endpoint(
             served.base_url,
             served.model,
@@ -142,14 +182,15 @@ class Control:
         self.writer = RequestWriter(endpoint, text)
         self.client = GeventClient(endpoint, self.clock)
         self.max_tokens = None if served.max_model_len is None else served.max_model_len - TEMPLATE_TOKENS
-        self._ready = True
+        self._found_for = wanted
 
     def _watch_lag(self) -> None:
         sketch = self.tally.extra["loop_lag_s"]
         while True:
             before = self.clock()
             gevent.sleep(LAG_PERIOD_S)
-            sketch.add(max(0.0, self.clock() - before - LAG_PERIOD_S))
+            for late_s in missed(self.clock() - before - LAG_PERIOD_S, LAG_PERIOD_S):
+                sketch.add(late_s)
 
     def bounded(self, workload: Workload) -> Workload:
         """The workload cut to what the model takes."""
@@ -237,6 +278,20 @@ class Control:
 
     # Where tallies meet.
 
+    def begin_master(self) -> None:
+        """A test starts on the workers: forget the test before. A mistake in the options ends it."""
+        self.failed, self.run = False, self.options.pd_run
+        self.tallies.clear()
+        self.drained.clear()
+        try:
+            self._choose()
+        except UserError as mistake:
+            self.fail(mistake)
+
+    def to_wire(self) -> dict[str, Any]:
+        """What a worker reports."""
+        return {"run": self.run, "tally": self.tally.to_wire()}
+
     def total(self) -> Tally:
         """All processes' requests."""
         if isinstance(self.environment.runner, MasterRunner):
@@ -244,14 +299,19 @@ class Control:
         return self.tally
 
     def receive(self, client_id: str, wire: dict[str, Any], *, final: bool) -> None:
-        self.tallies[client_id] = Tally.from_wire(self.slo, wire)
+        """A worker's report. One of another test, or of before the first one, counts for nothing."""
+        if wire["run"] == self.run:
+            try:
+                self.tallies[client_id] = Tally.from_wire(self.slo, wire["tally"])
+            except UserError as mistake:
+                self.fail(mistake)
         if final:
             self.drained.add(client_id)
 
     def summary(self) -> dict[str, Any]:
         total = self.total()
         out = strict(total.summary())
-        limits = (self.scenario or Scenario(workload=_NOTHING)).validity
+        limits = (self.scenario or _NOTHING_SCENARIO).validity
         reasons = []
         for name, limit_ms in (
             ("schedule_lag_s", limits.schedule_lag_p99_ms),
@@ -264,12 +324,12 @@ class Control:
         return {"loop": loop, "valid": not reasons, "reasons": reasons, **out}
 
     def report(self) -> None:
-        """The last words of a headless run, and summary.json where a folder was named."""
+        """The last words of a headless run, and summary.json where a folder was named. A failed run has none."""
+        if self.failed:
+            return
         summary = self.summary()
         if self.options.pd_out:
-            folder = Path(self.options.pd_out)
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "summary.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
+            (Path(self.options.pd_out) / "summary.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
         if not summary["valid"]:
             log.warning("invalid run, the load generator was the bottleneck: %s", "; ".join(summary["reasons"]))
         keys = ("loop", "valid", "offered", "good", "attainment", "goodput_per_s", "output_tokens_per_s", "error_rate")
@@ -277,71 +337,12 @@ class Control:
         print(json.dumps({k: summary[k] for k in keys} | quantiles), flush=True)
 
 
-_NOTHING = Workload.model_validate(
-    {"requests": 1, "arrivals": {"process": "constant", "rate_per_s": 1}, "prompts": {"kind": "plain"}}
+_NOTHING_SCENARIO = Scenario.model_validate(
+    {
+        "workload": {
+            "requests": 1,
+            "arrivals": {"process": "constant", "rate_per_s": 1},
+            "prompts": {"kind": "plain"},
+        }
+    }
 )
-
-
-def install(environment: Environment) -> None:
-    """Wire one environment: local, master or worker."""
-    control = Control(environment)
-    environment.pdserve = control
-    runner, events = environment.runner, environment.events
-    if isinstance(runner, MasterRunner):
-        _install_master(control, runner)
-    elif isinstance(runner, WorkerRunner):
-        events.test_start.add_listener(lambda **_: control.begin())
-        events.report_to_master.add_listener(
-            lambda client_id, data: data.__setitem__("pdserve", control.tally.to_wire())  # noqa: ARG005
-        )
-
-        def drain(**_: Any) -> None:
-            control.drain()
-            runner.send_message("pdserve_final", control.tally.to_wire())
-
-        runner.register_message("pdserve_drain", drain, concurrent=True)
-    elif isinstance(runner, LocalRunner):
-        events.test_start.add_listener(lambda **_: control.begin())
-        events.test_stopping.add_listener(lambda **_: control.drain())
-    if not isinstance(runner, WorkerRunner):
-        events.quit.add_listener(lambda **_: control.report())  # after Locust's own tables
-        if environment.web_ui is not None:
-            environment.web_ui.app.add_url_rule("/pdserve.json", "pdserve", control.summary)
-
-
-def _install_master(control: Control, runner: MasterRunner) -> None:
-    events = control.environment.events
-    done: set[str] = set()
-
-    def start(**_: Any) -> None:
-        control.tallies.clear()
-        control.drained.clear()
-        done.clear()
-        # Travels to the workers with the other options: each drives its share of a schedule.
-        control.options.pd_workers = max(1, runner.worker_count)
-
-    def stopping(**_: Any) -> None:
-        expected = set(runner.clients)
-        runner.send_message("pdserve_drain")
-        with gevent.Timeout(control.options.pd_drain + 10, exception=False):
-            while not expected <= control.drained:
-                gevent.sleep(0.05)
-
-    def worker_report(client_id: str, data: dict[str, Any]) -> None:
-        if "pdserve" in data and client_id not in control.drained:
-            control.receive(client_id, data["pdserve"], final=False)
-
-    events.test_start.add_listener(start)
-    events.test_stopping.add_listener(stopping)
-    events.worker_report.add_listener(worker_report)
-
-    def played(environment: Environment, msg: Any, **_: Any) -> None:  # noqa: ARG001
-        done.add(msg.node_id)
-        if control.options.headless and done >= set(runner.clients):
-            gevent.spawn(runner.quit)
-
-    runner.register_message("pdserve_played", played)
-    runner.register_message(
-        "pdserve_final",
-        lambda environment, msg, **_: control.receive(msg.node_id, msg.data, final=True),  # noqa: ARG005
-    )

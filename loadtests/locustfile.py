@@ -12,6 +12,7 @@ headless run: Locust rounds its own.
 
 from __future__ import annotations
 
+import logging
 from random import Random
 from typing import Any
 
@@ -19,11 +20,16 @@ from locust import User, events, task
 from locust.argument_parser import LocustArgumentParser
 from locust.env import Environment
 from locust.exception import StopUser
+from locust.runners import WorkerRunner
 
+from cluster.errors import UserError
 from cluster.workload.arrival import Arrival
 from cluster.workload.spec import Workload
 from cluster.workload.structures import Agent, Chat
-from loadtests.locust_control import Control, install
+from loadtests.locust_control import Control
+from loadtests.locust_wiring import install
+
+log = logging.getLogger("pdserve")
 
 
 @events.init_command_line_parser.add_listener
@@ -44,7 +50,13 @@ def options(parser: LocustArgumentParser) -> None:
 
 @events.init.add_listener
 def set_up(environment: Environment, **_: Any) -> None:
-    install(environment)
+    try:
+        install(environment)
+    except UserError as mistake:
+        log.error("%s", str(mistake).replace("\n", " "))
+        raise SystemExit(2) from None  # anything less is logged by Locust with its traceback
+    if isinstance(environment.runner, WorkerRunner):
+        return  # the master says which users, and its options may name a scenario that this command line does not
     scenario = Control.of(environment).scenario is not None
     environment.user_classes = [c for c in environment.user_classes if (c is ScenarioUser) == scenario]
 
@@ -58,6 +70,8 @@ class ApplicationUser(User):
 
     def on_start(self) -> None:
         self.control = Control.of(self.environment)
+        if self.control.failed:
+            return
         o = self.control.options
         workload = Workload.model_validate(
             {
@@ -75,6 +89,8 @@ class ApplicationUser(User):
 
     @task
     def ask(self) -> None:
+        if self.control.stopping.is_set():
+            raise StopUser
         if self.control.options.pd_loop == "closed":
             self._ask_and_wait()
         else:

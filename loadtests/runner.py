@@ -1,26 +1,25 @@
 """Puts a workload to an endpoint: open loops by their schedule, closed loops by their users.
 
-Request bodies are written a little ahead of their time, while the loop would be idle anyway, so that tokenizing and
-JSON are never part of a latency. Garbage collection is off during the run: a full collection would be a stall that
-looks like the server's.
+The first request bodies are written before the clock starts and the others a little ahead of their time, one at a turn
+of a loop that would be idle anyway, so that tokenizing and JSON are hardly ever part of a latency. Garbage collection
+is off during the run: a full collection would be a stall that looks like the server's.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import sys
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import count, islice
 from random import Random
 from typing import Any
 
 from cluster.workload.arrival import Arrival
 from cluster.workload.processes import Closed
-from cluster.workload.spec import Workload
+from cluster.workload.spec import Stream, Workload
 from cluster.workload.structures import Agent, Chat, Source
 from loadtests.client import Client
 from loadtests.endpoint import RequestWriter
@@ -44,6 +43,23 @@ class Job:
     of: int = 1
 
 
+def in_flight_share(most: int | None, part: int, of: int) -> int | None:
+    """This part's share of `max_in_flight` requests; the shares of all parts add up to it. None: no limit."""
+    return None if most is None else most // of + (part < most % of)
+
+
+def numbers_share(streams: Sequence[Stream], requests: int | None, part: int, of: int) -> Iterator[int]:
+    """The request numbers that this part's closed-loop users take from, in proportion to their number.
+
+    Each number belongs to one user, in turn, and so to the part that has this user: all numbers are sent, also where
+    some parts have no user at all.
+    """
+    closed = [s.arrivals for s in streams if isinstance(s.arrivals, Closed)]
+    parts = [user % of for arrivals in closed for user in range(arrivals.users)]
+    numbers: Iterator[int] = count() if requests is None else iter(range(requests))
+    return (n for n in numbers if parts[n % len(parts)] == part) if part in parts else iter(())
+
+
 @dataclass(slots=True)
 class Run:
     """What came of a run. `length_s` is from the start to the end of the last request."""
@@ -61,13 +77,18 @@ class _Ready:
 
 
 class Runner:
-    """Drives one job. `start_at` is a reading of `time.perf_counter`, so that processes can share a start."""
+    """Drives one job: `prepare`, then `run`."""
 
-    def __init__(self, job: Job, writer: RequestWriter, *, start_at: float | None = None) -> None:
+    def __init__(self, job: Job, writer: RequestWriter) -> None:
         self._job, self._writer = job, writer
-        self._start = start_at if start_at is not None else time.perf_counter()
+        self._start = 0.0
         self._client = Client(writer.endpoint, self.clock, job.client.to_limits())
-        self._limit = asyncio.Semaphore(job.client.max_in_flight) if job.client.max_in_flight else None
+        most = in_flight_share(job.client.max_in_flight, job.part, job.of)
+        self._limit = None if most is None else asyncio.Semaphore(most)
+        self._mine: Iterator[tuple[int, Arrival]] = iter(())
+        self._ahead: deque[_Ready] = deque()
+        self._sources: list[Source] | None = None
+        self._prepared = False
         self._samples: list[Sample] = []
         self._defect: BaseException | None = None  # of this program; what servers do never raises
         self._streams = job.workload.all_streams
@@ -75,15 +96,38 @@ class Runner:
     def clock(self) -> float:
         return time.perf_counter() - self._start
 
-    async def run(self, progress: Progress | None = None) -> Run:
-        lag = LoopLag(self.clock)
-        await asyncio.sleep(max(0.0, -self.clock()))
-        watchers = [asyncio.create_task(lag.watch())]
-        if progress is not None:
-            watchers.append(asyncio.create_task(self._tell(progress)))
+    def prepare(self) -> None:
+        """Everything that can be done before the clock starts: read traces, write the first bodies, collect garbage.
+
+        Raises:
+            ConfigError: the workload cannot be played, e.g. a trace that cannot be read.
+        """
+        job, w = self._job, self._job.workload
+        if w.closed:
+            self._sources = [w.source(number, part=job.part) for number in range(len(self._streams))]
+        else:
+            self._mine = islice(enumerate(w.arrivals()), job.part, None, job.of)
+            self._ahead.extend(self._ready(i, a) for i, a in islice(self._mine, AHEAD))
         gc.collect()
+        self._prepared = True
+
+    async def run(self, progress: Progress | None = None, *, start_at: float | None = None) -> Run:
+        """Play the job once.
+
+        Args:
+            start_at: a reading of `time.perf_counter`, so that processes can share a start; None is now.
+        """
+        if not self._prepared:
+            self.prepare()
         gc.disable()
+        lag = LoopLag(self.clock)
+        self._start = time.perf_counter() if start_at is None else start_at
+        watchers: list[asyncio.Task[None]] = []
         try:
+            await asyncio.sleep(max(0.0, -self.clock()))
+            watchers.append(asyncio.create_task(lag.watch()))
+            if progress is not None:
+                watchers.append(asyncio.create_task(self._tell(progress)))
             if self._job.workload.closed:
                 await self._closed_loops()
             else:
@@ -104,36 +148,36 @@ class Runner:
     # Open loop: nobody waits for an answer.
 
     async def _open_loop(self) -> None:
-        job = self._job
-        mine = islice(enumerate(job.workload.arrivals()), job.part, None, job.of)
-        ahead: deque[_Ready] = deque(self._ready(i, a) for i, a in islice(mine, AHEAD))
+        ahead = self._ahead
         tasks: set[asyncio.Task[Sample]] = set()
         while ahead and self._defect is None:
             ready = ahead.popleft()
-            self._fill(ahead, mine, until_s=ready.arrival.at_s)
+            await self._fill(until_s=ready.arrival.at_s, most=AHEAD)
             wait_s = ready.arrival.at_s - self.clock()
             # Even a late request gives the loop its turn: answers that have arrived are stamped first.
             await asyncio.sleep(max(0.0, wait_s))
             task = asyncio.create_task(self._send(ready))
             tasks.add(task)
             task.add_done_callback(lambda ended: self._ended(ended, tasks))
+            # It leaves before the next body is written.
+            await asyncio.sleep(0)
             if not ahead:
-                self._fill(ahead, mine, until_s=float("inf"), most=1)
-        await self._drain(tasks, job.client.drain_s)
+                await self._fill(until_s=float("inf"), most=1)
+        await self._drain(tasks, self._job.client.drain_s)
 
     def _ended(self, task: asyncio.Task[Sample], tasks: set[asyncio.Task[Sample]]) -> None:
         tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             self._defect = task.exception()
 
-    def _fill(
-        self, ahead: deque[_Ready], mine: Iterator[tuple[int, Arrival]], until_s: float, most: int = AHEAD
-    ) -> None:
-        while len(ahead) < most and self.clock() < until_s - 0.005:
-            following = next(mine, None)
+    async def _fill(self, *, until_s: float, most: int) -> None:
+        while len(self._ahead) < most and self.clock() < until_s - 0.005:
+            following = next(self._mine, None)
             if following is None:
                 return
-            ahead.append(self._ready(*following))
+            self._ahead.append(self._ready(*following))
+            # Connects and answers have their turn between two bodies.
+            await asyncio.sleep(0)
 
     def _ready(self, index: int, arrival: Arrival) -> _Ready:
         alternate = isinstance(self._streams[arrival.stream].prompts, Chat | Agent)
@@ -178,11 +222,11 @@ class Runner:
     async def _closed_loops(self) -> None:
         job, w = self._job, self._job.workload
         end_s = w.duration_s if w.duration_s is not None else float("inf")
-        numbers = iter(range(job.part, w.requests if w.requests is not None else sys.maxsize, job.of))
+        numbers = numbers_share(self._streams, w.requests, job.part, job.of)
         users: list[asyncio.Task[None]] = []
-        for number, stream in enumerate(self._streams):
+        assert self._sources is not None
+        for number, (stream, source) in enumerate(zip(self._streams, self._sources, strict=True)):
             assert isinstance(stream.arrivals, Closed)
-            source = w.source(number, part=job.part)
             mine = range(job.part, stream.arrivals.users, job.of)
             users += [asyncio.create_task(self._user(number, user, source, numbers, end_s)) for user in mine]
         await self._drain(users, end_s - self.clock() + job.client.drain_s)

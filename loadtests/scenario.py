@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
 from cluster.config import Section, SloConfig
 from cluster.errors import ConfigError
 from cluster.workload.spec import Workload
+from cluster.workload.traces import resolve_traces
 from cluster.yaml_file import read_yaml
 from loadtests.client import Limits
+from loadtests.endpoint import header_text
 
 FOLDER = Path(__file__).parent / "scenarios"
 
@@ -44,8 +46,8 @@ class Validity(Section):
 class Sweep(Section):
     """Rates to try, as factors of the workload's own; the run itself is factor 1."""
 
-    factors: tuple[float, ...] = Field((0.25, 0.5, 1.0, 1.5, 2.0, 3.0), min_length=1)
-    attainments: tuple[float, ...] = (0.90, 0.95)
+    factors: tuple[Annotated[float, Field(gt=0, le=1000)], ...] = Field((0.25, 0.5, 1.0, 1.5, 2.0, 3.0), min_length=1)
+    attainments: tuple[Annotated[float, Field(gt=0, le=1)], ...] = (0.90, 0.95)
     refine: int = Field(
         2, ge=0, le=8, description="bisections between the last rate that held and the first that did not"
     )
@@ -56,7 +58,9 @@ class ClientLimits(Section):
     connect_s: float = Field(10, gt=0)
     idle_s: float = Field(120, gt=0)
     total_s: float = Field(900, gt=0)
-    max_in_flight: int | None = Field(None, ge=1, description="an artificial limit; what it delays counts as latency")
+    max_in_flight: int | None = Field(
+        None, ge=1, description="an artificial limit, of all processes together; what it delays counts as latency"
+    )
     drain_s: float = Field(60, ge=0, description="wait after the last arrival; what still runs then is a miss")
 
     def to_limits(self) -> Limits:
@@ -76,6 +80,16 @@ class Scenario(Section):
     @property
     def slo(self) -> SloConfig:
         return self.workload.slo or SloConfig()
+
+
+def check_tenants(scenario: Scenario) -> None:
+    """Raises ConfigError where a tenant's name cannot be sent in the header that carries it."""
+    streams = scenario.workload.all_streams
+    if scenario.request.tenant_header is None:
+        return
+    header_text("request.tenant_header", scenario.request.tenant_header, charset="ascii")
+    for i, stream in enumerate(streams):
+        header_text("workload.tenant" if len(streams) == 1 else f"workload.streams.{i}.tenant", stream.tenant)
 
 
 def names() -> list[str]:
@@ -103,19 +117,8 @@ def load(path: Path) -> Scenario:
             raw["workload"] = read_yaml(
                 path.parent / raw["workload"], "give a workload file beside the scenario", key="workload"
             )
-        _resolve_traces(raw.get("workload"), path.parent)
+        resolve_traces(raw.get("workload"), path.parent)
     return parse(raw)
-
-
-def _resolve_traces(workload: Any, folder: Path) -> None:
-    """A trace's relative path starts at the scenario's folder, wherever the command is run."""
-    if not isinstance(workload, dict):
-        return
-    streams = workload.get("streams")
-    for holder in [workload, *(streams if isinstance(streams, list) else [])]:
-        trace = holder.get("trace") if isinstance(holder, dict) else None
-        if isinstance(trace, dict) and isinstance(trace.get("path"), str):
-            trace["path"] = str((folder / trace["path"]).resolve())
 
 
 def parse(raw: Any) -> Scenario:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 from cluster.diagnosis.evidence import from_mapping, gather
@@ -50,13 +51,15 @@ def joined(
     records = [matched.get(s.request_id) or s.record(slo) for s in samples]
     workload = scenario.workload
     prompts = [] if workload.closed else [a.prompt for a in workload.arrivals()]
+    # What the server said nothing of has no stages: counted with the others, its time would be the router's queue.
+    recorded = list(matched.values()) or None
     if not matched and not any(s.cached_tokens is not None for s in samples):
         # Nobody said how much came from a cache: silence is not zero.
         evidence = gather(records, slo, prompts=prompts, engine=engine)
         for name in ("cached_share", "unused_reuse_share", "computed_over_unique", "predicted_beyond_actual"):
             evidence.pop(name, None)
     else:
-        evidence = gather(records, slo, prompts=prompts, engine=engine)
+        evidence = gather(records, slo, recorded=recorded, prompts=prompts, engine=engine)
     out: dict[str, Any] = {"evidence": evidence}
     if matched:
         out["misses_by_stage"] = {"joined": len(matched), "stages": misses_by_stage(matched)}
@@ -67,8 +70,11 @@ def engine_numbers(status: Mapping[str, Any]) -> dict[str, float]:
     """Capacities of the decode pool from `/pdserve/status`, under the names that rules use."""
     replicas = status.get("pools", {}).get("decode", {}).get("replicas", [])
     found: dict[str, float] = {}
-    for name, field in (("batch_slots", "max_num_seqs"), ("kv_capacity_tokens", "kv_capacity_tokens")):
-        values = [r[field] for r in replicas if isinstance(r.get(field), (int, float))]
+    for name, fields in (
+        ("batch_slots", ["max_num_seqs"]),
+        ("kv_capacity_tokens", ["kv_total_blocks", "block_size_tokens"]),
+    ):
+        values = [prod(r[f] for f in fields) for r in replicas if all(isinstance(r.get(f), int) for f in fields)]
         if values and len(values) == len(replicas):
             found[name] = float(sum(values))
     blocks = [(r.get("kv_used_blocks"), r.get("kv_total_blocks")) for r in replicas]

@@ -7,19 +7,20 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
-from cluster.errors import UserError
+from cluster.errors import ConfigError, UserError
 from cluster.workload.spec import Bounds, Workload
 from cluster.workload.text import TextWriter
 from loadtests.discover import Served, discover, fetch_json, fetch_records
 from loadtests.endpoint import Endpoint, RequestWriter
-from loadtests.parallel import run_job
+from loadtests.parallel import check_processes, run_job
 from loadtests.report.build import build
 from loadtests.results import highest_rate, summarize, validity
 from loadtests.runner import Job, Run, warm_up
 from loadtests.sample import Sample
-from loadtests.scenario import Scenario
+from loadtests.scenario import Scenario, check_tenants
 from loadtests.server_side import engine_numbers, joined
 from loadtests.tokenizer import FileTokenizer, find_tokenizer
 
@@ -45,10 +46,33 @@ Say = Callable[[str], None]
 ProgressFor = Callable[[str], Any]
 
 
+def check(scenario: Scenario, settings: Settings) -> None:
+    """Everything that can be wrong with a load test before anybody is asked.
+
+    Raises:
+        ConfigError: a sweep of what has no rate, more processes than requests in flight, a tenant that no header holds.
+    """
+    if settings.sweep and scenario.workload.closed:
+        raise ConfigError(
+            "--sweep", "this scenario is a closed loop, whose rate is the server's", "use an open process"
+        )
+    if settings.sweep and scenario.sweep is None:
+        raise ConfigError(
+            "--sweep", "this scenario has no `sweep` section", "add one, e.g. `sweep: {factors: [0.5, 2]}`"
+        )
+    check_processes(scenario.client, settings.processes)
+    check_tenants(scenario)
+
+
 class Session:
-    """Holds the endpoint and the scenario as it will run there."""
+    """Holds the endpoint and the scenario as it will run there.
+
+    Raises:
+        UserError: what `check` finds, nobody answers at the endpoint, or the tokenizer cannot be read.
+    """
 
     def __init__(self, scenario: Scenario, settings: Settings, say: Say) -> None:
+        check(scenario, settings)
         self.settings, self.say = settings, say
         self.served: Served = discover(settings.host, settings.model, settings.api_key)
         tokenizer = find_tokenizer(settings.tokenizer, self.served.model)
@@ -95,8 +119,8 @@ class Session:
         job = Job(workload, self.scenario.client, name)
         return run_job(job, self.endpoint, self.tokenizer, self.settings.processes, progress)
 
-    def full(self, progress_for: ProgressFor) -> tuple[dict[str, Any], Run]:
-        """Warm-up, run, sweep; the result document and the samples of the run."""
+    def measure(self, progress_for: ProgressFor) -> tuple[dict[str, Any], Run]:
+        """Warm-up and run; the result document and the samples of the run."""
         s, workload = self.scenario, self.scenario.workload
         self.warm_up()
         started = datetime.now(UTC)
@@ -108,15 +132,13 @@ class Session:
             run,
             url=self.served.base_url,
             model=self.served.model,
-            tokenizer="plain words" if self.tokenizer == "words" else self.tokenizer.rsplit("/", 2)[-2],
+            tokenizer="plain words" if self.tokenizer == "words" else _folder_name(self.tokenizer),
             processes=self.settings.processes,
             command=self.settings.command,
             started_at=f"{started:%Y-%m-%d %H:%M:%S} UTC",
             run_id=run_id,
         )
         result |= joined(run.samples, fetch_records(self.served.base_url, self.settings.api_key), s, self._engine())
-        if self.settings.sweep:
-            result["sweep"] = self.sweep(result, progress_for)
         return result, run
 
     def _engine(self) -> dict[str, float]:
@@ -126,8 +148,7 @@ class Session:
     def sweep(self, at_one: dict[str, Any], progress_for: ProgressFor) -> dict[str, Any]:
         """Run at other rates, then bisect between the last that held the lowest goal and the first that did not."""
         plan = self.scenario.sweep
-        if plan is None or self.scenario.workload.closed:
-            raise UserError("--sweep needs an open-loop scenario with a `sweep` section")
+        assert plan is not None, "see check"
         steps = [] if plan.duration_s else [_step(1.0, at_one["summary"], at_one["validity"])]
         for factor in sorted(plan.factors):
             if not any(abs(step["factor"] - factor) < 1e-9 for step in steps):
@@ -145,7 +166,7 @@ class Session:
         s = self.scenario
         assert s.sweep is not None
         workload = s.workload.at_rate(factor)
-        # Another seed for every step: the prompts of the step before are in the cache by now.
+        # Another seed for every step, and with it other prompts: those of the step before are in the cache by now.
         changes: dict[str, Any] = {"seed": s.workload.seed + round(1e4 * factor)}
         if s.sweep.duration_s is not None:
             changes["duration_s"] = s.sweep.duration_s
@@ -153,6 +174,11 @@ class Session:
             run = self.run(workload.model_copy(update=changes), f"sweep-{factor:g}", progress)
         summary = summarize(run.samples, s.slo.to_slo(), run.length_s)
         return _step(factor, summary, validity(run.samples, run.loop_late_s, s.validity, closed=False))
+
+
+def _folder_name(tokenizer_file: str) -> str:
+    # The folder is made absolute and not the file: in a model cache the file is a link to where its name means nothing.
+    return Path(tokenizer_file).parent.resolve().name
 
 
 def _step(factor: float, summary: dict[str, Any], valid: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from cluster.diagnosis.segments import segment
 from cluster.errors import UserError
 from cluster.messages import Slo
 from loadtests.discover import fetch_json, fetch_records
-from loadtests.endpoint import split_url
+from loadtests.endpoint import base_url
 from loadtests.server_side import engine_numbers
 from loadtests.tokenizer import find_tokenizer
 
@@ -76,7 +76,8 @@ def _numbers(raw: dict[str, Any]) -> Evidence:
 def read_prompts(path: Path, tokenizer: str | None = None) -> Source:
     """A log of prompts: JSON lines with `prompt` (text), or `messages` as in chat requests, or plain text lines.
 
-    Tokens are the tokenizer's where one is named, otherwise words: positions and savings are then in words.
+    Tokens are the tokenizer's where one is named, otherwise (None or `words`) words: positions and savings are then in
+    words.
     """
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -85,9 +86,9 @@ def read_prompts(path: Path, tokenizer: str | None = None) -> Source:
     texts = [_text_of(line) for line in lines[:MAX_PROMPTS]]
     if len(texts) < 20:
         raise UserError(f"--prompts: {path} holds {len(texts)} prompts, fewer than 20; give more of the log")
-    if tokenizer is None:
+    if tokenizer is None or tokenizer == "words":
         prompts = segment([text.split() for text in texts])
-        note = "no --tokenizer: counted in words"
+        note = "no --tokenizer: counted in words" if tokenizer is None else "counted in words"
     else:
         encode = find_tokenizer(tokenizer, tokenizer).encode
         prompts, note = segment([encode(text, add_special_tokens=False) for text in texts]), ""
@@ -107,8 +108,7 @@ def _text_of(line: str) -> str:
 
 def read_cluster(url: str, api_key: str | None = None) -> Source:
     """The latest requests of a running cluster, by its own records."""
-    scheme, host, port, prefix = split_url(url)
-    base = f"{scheme}://{host}:{port}{prefix}"
+    base = base_url(url)
     status = fetch_json(base, "/pdserve/status", api_key)
     if not isinstance(status, dict):
         raise UserError(f"SOURCE: no pdserve cluster answers at {base}; start one with `pdserve serve`")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from cluster.errors import UserError
 from cluster.goodput.accounting import is_good
 from cluster.goodput.sketch import Sketch, latency_edges
 from cluster.goodput.stats import RequestStats
@@ -30,6 +31,9 @@ class Tally:
         self.first_s: float | None = None
         self.last_s: float | None = None
         self.errors: dict[str, int] = {}
+        self.done_prompt_tokens = 0
+        self.done_cached_tokens: int | None = None
+        """None where no server said how much came from a cache: silence is not zero."""
 
     def add(self, name: str, sample: Sample) -> bool:
         """Count a finished request; whether it was good."""
@@ -38,12 +42,18 @@ class Tally:
         self.by_name.setdefault(name, RequestStats(self.slo)).observe(record)
         if sample.outcome is Outcome.DONE and sample.e2e_s is not None:
             self.extra["e2e_s"].add(max(0.0, sample.e2e_s))
+            self._count_tokens(sample.prompt_tokens or 0, sample.cached_tokens)
         if sample.lag_s is not None:
             self.extra["schedule_lag_s"].add(max(0.0, sample.lag_s))
         if sample.error:
             self.errors[sample.error] = self.errors.get(sample.error, 0) + 1
         self._span(sample.scheduled_s, sample.end_s)
         return is_good(record)
+
+    def _count_tokens(self, prompt: int, cached: int | None) -> None:
+        self.done_prompt_tokens += prompt
+        if cached is not None:
+            self.done_cached_tokens = (self.done_cached_tokens or 0) + cached
 
     def _span(self, first_s: float | None, last_s: float | None) -> None:
         if first_s is not None:
@@ -63,6 +73,7 @@ class Tally:
             self.extra[name].merge(sketch)
         for error, times in other.errors.items():
             self.errors[error] = self.errors.get(error, 0) + times
+        self._count_tokens(other.done_prompt_tokens, other.done_cached_tokens)
         self._span(other.first_s, other.last_s)
 
     def summary(self) -> dict[str, Any]:
@@ -71,13 +82,13 @@ class Tally:
         quantiles = {
             name: {f"p{100 * q:g}": sketch.quantile(q) for q in (0.5, 0.9, 0.99)} for name, sketch in self.extra.items()
         }
-        prompt = self.all.counters.get("prompt_tokens")
+        prompt, cached = self.done_prompt_tokens, self.done_cached_tokens
         return (
             self.all.summary(length_s)
             | quantiles
             | {
                 "length_s": self.length_s,
-                "cached_share": self.all.counters.get("cached_tokens") / prompt if prompt else None,
+                "cached_share": cached / prompt if prompt and cached is not None else None,
                 "by_name": {name: stats.summary(length_s) for name, stats in sorted(self.by_name.items())},
                 "errors": dict(sorted(self.errors.items(), key=lambda e: -e[1])[:8]),
             }
@@ -85,16 +96,24 @@ class Tally:
 
     def to_wire(self) -> dict[str, Any]:
         return {
+            "slo": [self.slo.ttft_s, self.slo.tpot_s, self.slo.itl_p99_s],
             "all": _stats_out(self.all),
             "by_name": {name: _stats_out(stats) for name, stats in self.by_name.items()},
             "extra": {name: _sketch_out(sketch) for name, sketch in self.extra.items()},
             "first_s": self.first_s,
             "last_s": self.last_s,
             "errors": self.errors,
+            "done_tokens": [self.done_prompt_tokens, self.done_cached_tokens],
         }
 
     @classmethod
     def from_wire(cls, slo: Slo, raw: Mapping[str, Any]) -> Tally:
+        """A tally as it travels. Raises UserError where it was judged by other limits: its buckets are others too."""
+        theirs = Slo(*raw["slo"])
+        if theirs != slo:
+            raise UserError(
+                f"SLO: a worker judges by {_limits(theirs)}, the master by {_limits(slo)}; start both from one version"
+            )
         tally = cls(slo)
         _stats_in(tally.all, raw["all"])
         for name, stats in raw["by_name"].items():
@@ -102,7 +121,13 @@ class Tally:
         for name, sketch in raw["extra"].items():
             _sketch_in(tally.extra[name], sketch)
         tally.first_s, tally.last_s, tally.errors = raw["first_s"], raw["last_s"], dict(raw["errors"])
+        tally.done_prompt_tokens, tally.done_cached_tokens = raw["done_tokens"]
         return tally
+
+
+def _limits(slo: Slo) -> str:
+    itl = "" if slo.itl_p99_s is None else f" and ITL p99 {1e3 * slo.itl_p99_s:g} ms"
+    return f"TTFT {1e3 * slo.ttft_s:g} ms, TPOT {1e3 * slo.tpot_s:g} ms{itl}"
 
 
 def merged(slo: Slo, tallies: Iterable[Tally]) -> Tally:

@@ -13,7 +13,11 @@ _SYLLABLES = ("ba", "ce", "di", "fo", "gu", "ka", "le", "mi", "no", "pu", "ra", 
 
 
 class FileTokenizer:
-    """`tokenizer.json` of a model folder, by the tokenizers library alone (0.1 s instead of 4)."""
+    """`tokenizer.json` of a model folder, by the tokenizers library alone (0.1 s instead of 4).
+
+    Raises:
+        ConfigError: the file is no tokenizer.
+    """
 
     exact = True
 
@@ -21,7 +25,11 @@ class FileTokenizer:
         from tokenizers import Tokenizer
 
         self.path = path
-        self._inner = Tokenizer.from_file(str(path))
+        try:
+            self._inner = Tokenizer.from_file(str(path))
+        except Exception as e:  # the library raises nothing narrower
+            problem = f"{str(path)!r} is no tokenizer ({str(e)[:120]})"
+            raise ConfigError("--tokenizer", problem, "fetch the whole file (git lfs pull), or give `words`") from None
 
     def __len__(self) -> int:
         return int(self._inner.get_vocab_size())

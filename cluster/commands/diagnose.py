@@ -21,7 +21,7 @@ def command(
     prompts: Annotated[
         Path | None, typer.Option(help="instead of SOURCE: a log of prompts (JSON lines); checks their order")
     ] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="with --prompts: model folder or `embedded`")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="with --prompts: model folder, `embedded` or `words`")] = None,
     all_rules: Annotated[bool, typer.Option("--all", help="also what is absent or could not be decided")] = False,
     api_key: Annotated[str | None, typer.Option(help="bearer token", envvar="PDSERVE_API_KEY")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")] = False,
@@ -52,10 +52,11 @@ def command(
 def _require_cluster(source: str, api_key: str | None) -> None:
     """Raise UserError where no router answers: there would be nothing to find, which is not the same as health."""
     from cluster.runtime.local import fetch_status
-    from loadtests.endpoint import split_url
+    from loadtests.endpoint import base_url, header_text
 
-    scheme, host, port, prefix = split_url(source)
-    fetch_status(f"{scheme}://{host}:{port}{prefix}", api_key)
+    if api_key:
+        header_text("--api-key", api_key, charset="ascii")
+    fetch_status(base_url(source), api_key)
 
 
 def _show(source: Source, findings: list[Finding], all_rules: bool) -> None:

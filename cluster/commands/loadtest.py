@@ -44,17 +44,24 @@ def command(
     if scenario == "list":
         _list(as_json)
         return
-    from loadtests.report.build import strict, write
-    from loadtests.session import Session, Settings
+    from loadtests.report.build import make_folder, strict, write
+    from loadtests.session import Session, Settings, check
 
     path = scenarios.find(scenario)
     chosen = _changed(scenarios.load(path), rate, speed, duration, seed)
     line = "pdserve " + " ".join(a for a in sys.argv[1:] if api_key is None or api_key not in a)
     settings = Settings(host, model, tokenizer, processes, sweep, api_key, command=line)
-    session = Session(chosen, settings, lambda text: err.print(f"[yellow]note:[/] {text}"))
-    result, run = session.full(_bars(chosen.workload.duration_s))
+    check(chosen, settings)
     folder = out_dir or Path("out") / "loadtest" / chosen.name
+    make_folder(folder)
+    session = Session(chosen, settings, lambda text: err.print(f"[yellow]note:[/] {text}"))
+    bars = _bars(chosen.workload.duration_s)
+    result, run = session.measure(bars)
     files = write(result, run.samples, folder)
+    if sweep:
+        # What is measured is on disk before the other rates begin: they may take hours, and be interrupted.
+        result["sweep"] = session.sweep(result, bars)
+        files = write(result, run.samples, folder)
     if as_json:
         print_json(strict(result | {"files": [str(f) for f in files]}))
         return

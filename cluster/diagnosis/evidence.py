@@ -25,6 +25,8 @@ FULL = 0.8
 """Share of time or memory from which a pool counts as full."""
 BATCH_FULL = 0.7
 """The same for batch slots: while one request leaves and the next one's KV arrives, a slot holds nobody."""
+COVERED = 0.95
+"""Share of the served requests whose records must be known before what an engine did all the time can be said."""
 
 Array = npt.NDArray[np.float64]
 Evidence = dict[str, float]
@@ -34,6 +36,7 @@ def gather(
     records: Sequence[RequestRecord],
     slo: Slo,
     *,
+    recorded: Sequence[RequestRecord] | None = None,
     prompts: Sequence[Prompt] = (),
     engine: Mapping[str, float] | None = None,
     block_size_tokens: int = 16,
@@ -42,6 +45,8 @@ def gather(
 
     Args:
         records: every request that ended. With `itl_s` where stalls are to be seen.
+        recorded: those of them with the server's own stages, engines and cache hits, where the others have only a
+            client's times; None: all. A server keeps its latest records only, and one of several routers its own.
         prompts: what was asked, in order of arrival; for reuse and prompt order.
         engine: counters and gauges of the engines, by the names in `docs/diagnose.md`; taken as they are.
     """
@@ -50,8 +55,14 @@ def gather(
         found |= _latency(records, slo)
         found |= _load(records, slo)
         found |= _misses(records, slo)
-        found |= _stalls(records)
-        found |= _cache(records)
+        found |= _gaps(records)
+    known = records if recorded is None else recorded
+    if len(known) >= MIN_REQUESTS:
+        whole = _covers(known, records)
+        found |= _stages(known, slo, whole=whole)
+        found |= _cache(known)
+        if whole and "itl_p50_s" in found:
+            found |= _stalls(known, found["itl_p50_s"])
     if len(prompts) >= MIN_REQUESTS:
         found |= prompt_evidence(prompts, block_size_tokens)
     if engine:
@@ -116,6 +127,8 @@ def _load(records: Sequence[RequestRecord], slo: Slo) -> Evidence:
 def _occupancy(records: Sequence[RequestRecord], engine: Mapping[str, float]) -> Evidence:
     """How full memory and batch really are, from what each request held and for how long."""
     held = [r for r in records if r.ttft_s is not None]
+    if not held:
+        return {}
     starts = np.array([r.arrival_s + (r.ttft_s or 0.0) for r in held])
     ends = np.array([max(r.end_s, r.arrival_s + (r.ttft_s or 0.0)) for r in held])
     prompt = np.array([r.prompt_tokens for r in held], dtype=np.float64)
@@ -140,15 +153,35 @@ def _alive(starts: Array, ends: Array, at: Array) -> Array:
     return (started - ended).astype(np.float64)
 
 
+def _covers(known: Sequence[RequestRecord], records: Sequence[RequestRecord]) -> bool:
+    """Whether hardly any request that was served while the known ones arrived is missing among them."""
+    first_s, last_s = min(r.arrival_s for r in known), max(r.arrival_s for r in known)
+    served = sum(first_s <= r.arrival_s <= last_s and r.ttft_s is not None for r in records)
+    return sum(r.ttft_s is not None for r in known) >= COVERED * served
+
+
+def _late(records: Sequence[RequestRecord], slo: Slo) -> list[RequestRecord]:
+    """Misses at the first token."""
+    return [r for r in records if is_missed(r) and (r.ttft_s is None or r.ttft_s > slo.ttft_s)]
+
+
 def _misses(records: Sequence[RequestRecord], slo: Slo) -> Evidence:
-    """Shares of the late first tokens by stage: only where stages were recorded."""
-    late = [r for r in records if is_missed(r) and (r.ttft_s is None or r.ttft_s > slo.ttft_s)]
-    slow = [r for r in records if is_missed(r) and r.ttft_s is not None and r.ttft_s <= slo.ttft_s]
-    found: Evidence = {"ttft_missed_share": len(late) / len(records), "tpot_missed_share": len(slow) / len(records)}
+    late, missed = len(_late(records, slo)), sum(map(is_missed, records))
+    return {"ttft_missed_share": late / len(records), "tpot_missed_share": (missed - late) / len(records)}
+
+
+def _stages(records: Sequence[RequestRecord], slo: Slo, *, whole: bool) -> Evidence:
+    """Shares of the late first tokens by stage: only where stages were recorded.
+
+    Args:
+        whole: no record is missing between these, so that a time without one was idle.
+    """
     if not any(r.stage_s for r in records):
-        return found
-    found["split_share"] = sum(r.path is Path.SPLIT for r in records) / len(records)
-    found["prefill_utilization"] = _prefill_utilization(records)
+        return {}
+    late = _late(records, slo)
+    found: Evidence = {"split_share": sum(r.path is Path.SPLIT for r in records) / len(records)}
+    if whole:
+        found["prefill_utilization"] = _prefill_utilization(records)
     for stage in Stage:
         spent = [r.stage_s.get(stage, 0.0) for r in records if r.ttft_s is not None]
         found[f"{stage.value}_p50_s"] = float(np.median(spent)) if spent else 0.0
@@ -160,11 +193,13 @@ def _misses(records: Sequence[RequestRecord], slo: Slo) -> Evidence:
 def _prefill_utilization(records: Sequence[RequestRecord]) -> float:
     """Share of the time between first and last arrival in which an engine that prefills was doing so."""
     window = (min(r.arrival_s for r in records), max(r.arrival_s for r in records))
-    spans: dict[str | None, list[tuple[float, float]]] = {}
+    spans: dict[str, list[tuple[float, float]]] = {}
     for r in records:
         compute_s = r.stage_s.get(Stage.PREFILL_COMPUTE, 0.0)
         start = r.arrival_s + r.stage_s.get(Stage.ROUTER_QUEUE, 0.0) + r.stage_s.get(Stage.PREFILL_QUEUE, 0.0)
         worker = r.prefill_worker if r.path is Path.SPLIT else r.decode_worker
+        if worker is None:
+            continue  # it never had an engine, rejected or failed before
         spans.setdefault(worker, []).append((max(start, window[0]), min(start + compute_s, window[1])))
     busy = 0.0
     for mine in spans.values():
@@ -172,11 +207,22 @@ def _prefill_utilization(records: Sequence[RequestRecord]) -> float:
         for start, end in sorted(mine):
             busy += max(0.0, end - max(start, until))
             until = max(until, end)
-    return busy / max(1e-9, (window[1] - window[0]) * len(spans))
+    return busy / max(1e-9, (window[1] - window[0]) * max(1, len(spans)))
 
 
-def _stalls(records: Sequence[RequestRecord]) -> Evidence:
-    """Whether long gaps between tokens line up with other requests' prefills on the same engine."""
+def _gaps(records: Sequence[RequestRecord]) -> Evidence:
+    """Gaps between tokens, and how many are far longer than usual."""
+    with_gaps = [r for r in records if r.itl_s and r.ttft_s is not None]
+    if len(with_gaps) < MIN_REQUESTS:
+        return {}
+    gaps = np.concatenate([np.asarray(r.itl_s) for r in with_gaps])
+    p50, p99 = map(float, np.percentile(gaps, (50, 99)))
+    found: Evidence = {"itl_p50_s": p50, "itl_p99_s": p99, "itl_p99_over_p50": p99 / max(p50, 1e-9)}
+    return found | {"spike_share": float((gaps > SPIKE * max(p50, 1e-9)).mean())}
+
+
+def _stalls(records: Sequence[RequestRecord], p50_s: float) -> Evidence:
+    """Whether gaps much longer than the median line up with other requests' prefills on the same engine."""
     with_gaps = [r for r in records if r.itl_s and r.ttft_s is not None]
     if len(with_gaps) < MIN_REQUESTS:
         return {}
@@ -184,14 +230,12 @@ def _stalls(records: Sequence[RequestRecord]) -> Evidence:
     starts = np.concatenate([r.arrival_s + (r.ttft_s or 0) + np.cumsum([0.0, *r.itl_s[:-1]]) for r in with_gaps])
     place: Sequence[str | None] = [r.decode_worker for r in with_gaps]
     where = np.repeat(np.arange(len(with_gaps)), [len(r.itl_s) for r in with_gaps])
-    p50, p99 = map(float, np.percentile(gaps, (50, 99)))
-    found: Evidence = {"itl_p50_s": p50, "itl_p99_s": p99, "itl_p99_over_p50": p99 / max(p50, 1e-9)}
-    spikes = np.flatnonzero(gaps > SPIKE * max(p50, 1e-9))
-    found["spike_share"] = len(spikes) / len(gaps)
+    spikes = np.flatnonzero(gaps > SPIKE * max(p50_s, 1e-9))
     if len(spikes) < 5:
-        return found
+        return {}
+    found: Evidence = {}
     prefills = _prefills(records)
-    usual = np.flatnonzero(gaps <= 2 * p50)
+    usual = np.flatnonzero(gaps <= 2 * p50_s)
     rng = np.random.default_rng(0)
     for name, chosen in (("spike_beside_prefill", spikes), ("gap_beside_prefill", usual)):
         some = chosen if len(chosen) <= 2000 else rng.choice(chosen, 2000, replace=False)

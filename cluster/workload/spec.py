@@ -21,7 +21,8 @@ from pydantic import Field, ValidationError, model_validator
 
 from cluster.config import Section, SloConfig
 from cluster.errors import ConfigError
-from cluster.workload.arrival import Arrival, cut
+from cluster.workload.arrival import Arrival, Prompt, cut
+from cluster.workload.blocks import mix64
 from cluster.workload.processes import Closed, OpenProcess, Process
 from cluster.workload.structures import Content, Ids, Source, Structure
 from cluster.workload.traces import Replay
@@ -173,7 +174,7 @@ class Workload(Section):
         fit = self.bounds.fit
         if stream.trace is not None:
             for a in stream.trace.arrivals(times_rng, _load_trace(stream.trace, base)):
-                prompt, output, _ = fit(Content(a.prompt, a.output_tokens))
+                prompt, output, _ = fit(Content(_reseeded(a.prompt, seed), a.output_tokens))
                 yield Arrival(a.at_s, prompt, output, stream.tenant, stream.priority, 0, index)
             return
         assert isinstance(stream.arrivals, OpenProcess)
@@ -181,6 +182,15 @@ class Workload(Section):
         for at_s in stream.arrivals.times(times_rng):
             prompt, output, session = source.next(at_s)
             yield Arrival(at_s, prompt, output, stream.tenant, stream.priority, session, index)
+
+
+def _reseeded(prompt: Prompt, seed: int) -> Prompt:
+    """A recorded prompt in other words: the same sharing within a seed, and nothing in common with another seed, whose
+    prompts an earlier run may have left in a cache. Seed 0 keeps the recorded content ids."""
+    if seed == 0:
+        return prompt
+    key = mix64(seed)
+    return tuple((mix64(content ^ key) >> 3, tokens) for content, tokens in prompt)
 
 
 class _Bounded:

@@ -87,6 +87,21 @@ def test_without_counts_per_chunk_the_total_still_makes_tpot_exact() -> None:
     assert fewer.ttft_s == 1.0
 
 
+def test_a_total_on_the_last_chunk_is_no_count_of_that_chunk() -> None:
+    """Ten chunks of four tokens, 0.1 s apart; their total comes with the finish reason."""
+    reads = [(1 + 0.1 * i, chunk("abcd")) for i in range(9)]
+    with_text = run(*reads, (1.9, chunk("abcd", total=40, reason="stop")), (1.9, DONE))
+    without = run(*reads, (1.9, chunk("abcd")), (1.9, chunk("", total=40, reason="stop")), (1.9, DONE))
+    for s in (with_text, without):
+        assert s.counted == "chunks"
+        assert (s.times.tokens, s.output_tokens, s.ttft_s) == (40, 40, 1.0)
+        assert s.tpot_s == pytest.approx(0.9 / 39)
+        assert max(s.times.itl_s) == pytest.approx(0.025)
+    # A count with every chunk, and one more chunk without: the counts stay what they are.
+    mixed = run((1.0, chunk(total=2)), (1.2, chunk(total=4)), (1.3, chunk()), (1.4, chunk(total=7, reason="stop")))
+    assert (mixed.counted, mixed.times.tokens) == ("usage", 7)
+
+
 def test_one_token_has_no_tpot_and_no_token_has_no_ttft() -> None:
     one = run((1.0, chunk(total=1, reason="length")), (1.0, DONE))
     assert (one.ttft_s, one.tpot_s, one.times.itl_s) == (1.0, None, [])

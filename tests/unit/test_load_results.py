@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import math
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from cluster.config import parse as parse_config
+from cluster.diagnosis.evidence import gather
 from cluster.errors import ConfigError
 from cluster.goodput.timing import token_times
-from cluster.messages import Outcome, Slo
+from cluster.messages import Outcome, Path, RequestRecord, Role, Slo, Stage, WorkerInfo
 from loadtests import scenario as scenarios
 from loadtests.bench.cpu import kind_of, spent
 from loadtests.bench.fronts import key_figures, median, show
@@ -34,10 +37,11 @@ from loadtests.results import (
 from loadtests.runner import Run
 from loadtests.sample import UNFINISHED, Sample
 from loadtests.scenario import Validity
-from loadtests.server_side import join, joined
+from loadtests.server_side import engine_numbers, join, joined
 from loadtests.session import _between
 from loadtests.sources import read_folder
 from loadtests.tally import Tally, merged
+from router.status import _pool
 
 SLO = Slo(ttft_s=0.5, tpot_s=0.05)
 
@@ -155,6 +159,18 @@ def test_tallies_of_parts_merge_to_the_tally_of_the_whole() -> None:
     for key in ("offered", "good", "attainment", "rejected", "errors", "length_s", "ttft_s", "itl_s", "e2e_s"):
         assert mine[key] == pytest.approx(other[key]), key
     assert mine["by_name"].keys() == {"a", "b"}
+
+
+def test_the_share_from_the_cache_is_the_one_of_the_report() -> None:
+    told = [sample(i, i * 0.01, cached_tokens=30 if i % 2 else 0) for i in range(40)]
+    cut = sample(90, 1, outcome=Outcome.FAILED, error="cut", cached_tokens=100)
+    for samples in ([*told, cut, refused(99, 1)], [sample(i, i * 0.01) for i in range(5)], []):
+        parts = [Tally(SLO) for _ in range(3)]
+        for i, s in enumerate(samples):
+            parts[i % 3].add("a", s)
+        found = merged(SLO, [Tally.from_wire(SLO, json.loads(json.dumps(p.to_wire()))) for p in parts]).summary()
+        assert found["cached_share"] == summarize(samples, SLO, 2.0)["cached_share"]
+    assert summarize(told, SLO, 2.0)["cached_share"] == 0.15
 
 
 def test_curves_stay_between_one_and_the_peak_and_end() -> None:
@@ -311,6 +327,32 @@ def test_the_servers_stages_meet_the_clients_times() -> None:
     assert "cached_share" not in alone["evidence"], "a server that says nothing of its cache has not said zero"
 
 
+def test_the_evidence_of_a_total_outage_is_kept() -> None:
+    s = scenarios.load(scenarios.find("smoke"))
+    out = joined([refused(i, i * 0.1) for i in range(30)], [], s, {"batch_slots": 64.0, "kv_capacity_tokens": 1e5})
+    assert out["evidence"]["unserved_share"] == 1
+    assert "batch_used_share" not in out["evidence"]
+
+
+def test_requests_that_the_server_keeps_no_record_of_are_not_the_routers() -> None:
+    s = scenarios.load(scenarios.find("smoke"))
+    samples = [sample(i, i * 0.1, ttft=1.5) for i in range(400)]
+    raw = [record_of(x, router_queue=0.01, prefill_queue=1.2, prefill_compute=0.09) for x in samples]
+    whole = joined(samples, raw, s, {})["evidence"]
+    assert whole["late_by_prefill_queue"] == 1
+    latest = joined(samples, raw[-100:], s, {})["evidence"]  # a server keeps its latest
+    for name in ("late_by_prefill_queue", "late_by_router_queue", "split_share", "cached_share", "router_queue_p50_s"):
+        assert latest[name] == pytest.approx(whole[name]), name
+    assert latest["prefill_utilization"] == pytest.approx(whole["prefill_utilization"], abs=0.1)
+    assert (latest["requests"], latest["ttft_missed_share"]) == (400, 1)
+    one_of_two = joined(samples, raw[::2], s, {})["evidence"]  # one router's records
+    assert one_of_two["late_by_prefill_queue"] == 1
+    assert one_of_two["split_share"] == 1
+    assert "prefill_utilization" not in one_of_two, "half of the work is not half of the time"
+    few = joined(samples, raw[-5:], s, {})["evidence"]
+    assert "split_share" not in few
+
+
 def test_reports_and_experiments_are_read(tmp_path: Any) -> None:
     file = tmp_path / "results.json"
     file.write_text(json.dumps({"scenario": {"name": "chat"}, "evidence": {"requests": 30, "x": None}}))
@@ -337,3 +379,27 @@ def test_bench_figures_are_ratios_to_the_direct_split() -> None:
     assert kind_of("ray::ServeReplica:pdserve:router") == "router"
     assert kind_of("VLLM::EngineCore") == "engine core"
     assert spent({(1, "router"): 1.0}, {(1, "router"): 3.0, (2, "ray"): 0.5}) == {"router": 2.0, "ray": 0.5}
+
+
+def test_capacities_are_read_from_a_router_s_own_status() -> None:
+    infos = [
+        WorkerInfo(name, "i", Role.DECODE, block_size_tokens=16, kv_total_blocks=blocks, kv_bytes_per_token=64,
+                   max_num_seqs=8, max_num_batched_tokens=512, max_model_len=2048)
+        for name, blocks in (("d0", 100), ("d1", 300))
+    ]  # fmt: skip
+    dispatcher: Any = SimpleNamespace(workers={i.worker_id: i for i in infos}, loads={}, last_failure={})
+    status = {"pools": {"decode": _pool(Role.DECODE, parse_config({}), dispatcher)}}
+    assert engine_numbers(status) == {"batch_slots": 16.0, "kv_capacity_tokens": 6400.0, "kv_used_share_now": 0.0}
+
+
+def test_a_request_that_never_had_an_engine_is_no_engine() -> None:
+    slo = Slo(1.0, 0.1)
+    times = {"ttft_s": 0.1, "output_tokens": 2, "stage_s": {Stage.PREFILL_COMPUTE: 0.095}}
+    served = [
+        RequestRecord(f"{i}", Outcome.DONE, slo, i * 0.1, i * 0.1 + 0.2, path=Path.SPLIT, prefill_worker="p", **times)
+        for i in range(40)
+    ]
+    nowhere = RequestRecord("x", Outcome.REJECTED, slo, 2.0, 2.0)
+    busy = gather(served, slo)["prefill_utilization"]
+    assert busy == pytest.approx(0.95, abs=0.03)
+    assert gather([*served, nowhere], slo)["prefill_utilization"] == pytest.approx(busy)
