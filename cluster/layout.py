@@ -3,8 +3,8 @@
     ranks            tp x pp x dp, one accelerator each; dp here are attention-DP ranks inside one replica (MoE
                      models), while more replicas are more engines
     one node         every layout without pipeline stages is one bundle on one node: tensor parallelism needs the
-                     node's own links, and the engine starts its ranks as processes (executor "mp"). A rank that
-                     dies ends the engine and so the replica
+                     node's own links, and the engine starts its ranks as processes (executor "mp"), a single rank
+                     inside its own. A rank that dies ends the engine and so the replica
     pipeline stages  one bundle per rank, so that stages may lie on several nodes (executor "ray"). As many as fit a
                      node stay on one; the engine sorts bundles by node, so that ranks of one stage are neighbours
 

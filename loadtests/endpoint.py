@@ -93,7 +93,7 @@ def header_text(field: str, value: str, *, charset: Literal["ascii", "latin-1"] 
         problem = f"character {e.start + 1} is not {charset.upper()}, and HTTP headers carry nothing else"
         raise ConfigError(field, problem, "use letters, digits and punctuation of ASCII") from None
     if not value.isprintable():
-        raise ConfigError(field, "holds a control character such as a line end", "remove it")
+        raise ConfigError(field, "holds a character that is not printable, such as a line end", "remove it")
     return value
 
 

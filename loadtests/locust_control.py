@@ -300,7 +300,7 @@ class Control:
 
     def receive(self, client_id: str, wire: dict[str, Any], *, final: bool) -> None:
         """A worker's report. One of another test, or of before the first one, counts for nothing."""
-        if wire["run"] == self.run:
+        if self.run and wire["run"] == self.run:
             try:
                 self.tallies[client_id] = Tally.from_wire(self.slo, wire["tally"])
             except UserError as mistake:

@@ -22,7 +22,7 @@ from loadtests.sample import Sample
 from loadtests.scenario import ClientLimits
 from loadtests.tokenizer import find_tokenizer
 
-READY_S = 60.0
+READY_S = 180.0  # a child reads its trace and writes its first requests before it is ready
 
 
 def check_processes(client: ClientLimits, processes: int) -> None:

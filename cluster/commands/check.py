@@ -10,6 +10,7 @@ import typer
 from cluster.commands.output import complain, err, out, print_json
 
 if TYPE_CHECKING:
+    from cluster.layout import ReplicaLayout
     from cluster.preflight import Preflight
     from cluster.topology import Machine, PoolTopology, Topology
 
@@ -213,6 +214,14 @@ def _show(facts: Preflight, found: Topology) -> None:
             out.print(f"  decode rank {decode_rank} reads {text}")
 
 
+def _started(layout: ReplicaLayout) -> str:
+    from cluster.layout import IN_PROCESS
+
+    if layout.executor == IN_PROCESS:
+        return "inside the engine"
+    return f"started by {layout.executor or 'the engine'}"
+
+
 def _rows(pool: PoolTopology) -> dict[str, str]:
     layout, memory = pool.layout, pool.memory
     last = layout.ranks[-1]
@@ -221,7 +230,7 @@ def _rows(pool: PoolTopology) -> dict[str, str]:
         "layout": f"tp {last.tp + 1} x pp {last.pp + 1} x dp {last.dp + 1}",
         "accelerator": layout.accelerator_type or ("any GPU" if layout.uses_gpu else "none"),
         "bundles": f"{len(layout.bundles)}, {layout.strategy}: {_bundle(layout.bundles[-1])}",
-        "ranks": f"{len(layout.ranks)}, started by {layout.executor or 'the engine'}",
+        "ranks": f"{len(layout.ranks)}, {_started(layout)}",
         "KV heads per rank": str(pool.kv_heads_per_rank),
         "KV per token and rank": f"{memory.bytes_per_token_per_rank:,} bytes",
         "KV space per rank": "known at start"

@@ -162,7 +162,8 @@ class SimEngine:
     def _begin(self, started_s: float) -> None:
         if self.stalled:
             return
-        step = self.scheduler.schedule(started_s, self._max_repeats)
+        # An event of many iterations would keep one factor beyond its period.
+        step = self.scheduler.schedule(started_s, self._max_repeats if self.variation is None else 1)
         if step is not None:
             durations, slowdown = step.durations_s, self.slowdown
             if self.variation is not None and not step.chunks:

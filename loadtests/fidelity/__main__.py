@@ -23,9 +23,10 @@ from rich.console import Console
 
 from cluster.config import ClusterConfig
 from cluster.errors import UserError
-from cluster.perf.profile import write_profile
+from cluster.messages import RequestRecord
+from cluster.perf.profile import Profile, write_profile
 from loadtests.fidelity import fits, live, simulator
-from loadtests.fidelity.compare import Agreement, Figures, agreement, errors, figures, largest
+from loadtests.fidelity.compare import Agreement, Figures, agreement, errors, figures, largest, weighted
 from loadtests.fidelity.model import write_model
 from loadtests.fidelity.plan import PARTS, Plan, load, twin
 
@@ -40,14 +41,14 @@ err = Console(stderr=True, highlight=False)
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One load: both sides and the simulator's errors."""
+    """One rate: both sides and the simulator's errors."""
 
     rate_per_s: float
     live: Figures
     simulated: Figures
     errors: dict[str, float]
     agreement: Agreement
-    overheads: simulator.Overheads
+    overheads: tuple[simulator.Overheads, ...]
     valid: bool
 
 
@@ -60,12 +61,11 @@ def measured(plan: Plan, folder: Path, again: bool) -> list[dict[str, Any]]:
         sessions = [s for s in kept if s["plan"] == plan.key()]
         if len(sessions) < len(kept):
             err.print(f"{path}: runs of another plan are not used")
-    loads = range(1, len(plan.rates_per_s) + 1)
     for _ in range(TRIES):
-        missing = [load for load in loads if not any(_valid_run(s, load) for s in sessions)]
+        missing = [load for load in plan.loads if not any(_valid_run(s, load) for s in sessions)]
         if missing:
             sessions = _one_session(plan, missing, sessions, folder, path)
-    return [next((s for s in sessions if _valid_run(s, load)), sessions[-1]) for load in loads]
+    return [next((s for s in sessions if _valid_run(s, load)), sessions[-1]) for load in plan.loads]
 
 
 def _one_session(
@@ -87,27 +87,49 @@ def _valid_run(session: dict[str, Any], load: int) -> bool:
 
 
 def compared(plan: Plan, sessions: Sequence[dict[str, Any]], folder: Path) -> list[Row]:
+    """
+    Args:
+        sessions: of every load, in the order of `plan.loads`; one may stand there several times.
+    """
     rows = []
-    for number, (rate, session) in enumerate(zip(plan.rates_per_s, sessions, strict=True), 1):
-        config = _twin(plan, session, number, folder)
-        overheads = simulator.measured_overheads(config, plan, session)
-        run = next(run for run in session["runs"] if run["load"] == number)
-        records = simulator.live_records(run, config.slo.to_slo())
-        theirs = figures(records)
-        plays = [simulator.play(config, plan, session, overheads, seed)[number] for seed in range(SEEDS)]
-        each = [figures(play) for play in plays]
+    for place, rate in enumerate(plan.rates_per_s):
+        loads = [(sessions[load - 1], load) for load in plan.loads_at(place)]
+        fit = fits.around(loads) if plan.fit else None
+        mine = [_both_sides(plan, session, load, fit, folder) for session, load in loads]
+        records = [r for side in mine for r in side.live]
+        plays = [[r for side in mine for r in side.plays[seed]] for seed in range(SEEDS)]
+        theirs, each = figures(records), [figures(play) for play in plays]
         ours = Figures(
             theirs.requests, **{name: mean(getattr(f, name) for f in each) for name in Figures.__slots__[1:]}
         )
-        agreed = agreement(plays[0], records)
-        rows.append(Row(rate, theirs, ours, errors(ours, theirs), agreed, overheads, live.is_valid(run)))
+        overheads = tuple(dict.fromkeys(side.overheads for side in mine))
+        valid = all(side.valid for side in mine)
+        agreed = weighted([(agreement(side.plays[0], side.live), len(side.live)) for side in mine])
+        rows.append(Row(rate, theirs, ours, errors(ours, theirs), agreed, overheads, valid))
     return rows
 
 
-def _twin(plan: Plan, session: dict[str, Any], load: int, folder: Path) -> ClusterConfig:
-    if not plan.fit:
+@dataclass(frozen=True, slots=True)
+class _Sides:
+    """One load: live, and simulated `SEEDS` times."""
+
+    live: list[RequestRecord]
+    plays: list[list[RequestRecord]]
+    overheads: simulator.Overheads
+    valid: bool
+
+
+def _both_sides(plan: Plan, session: dict[str, Any], load: int, fit: Profile | None, folder: Path) -> _Sides:
+    config = _twin(plan, session, load, fit, folder)
+    overheads = simulator.measured_overheads(config, plan, session)
+    run = next(run for run in session["runs"] if run["load"] == load)
+    plays = [simulator.play(config, plan, session, overheads, seed)[load] for seed in range(SEEDS)]
+    return _Sides(simulator.live_records(run, config.slo.to_slo()), plays, overheads, live.is_valid(run))
+
+
+def _twin(plan: Plan, session: dict[str, Any], load: int, fit: Profile | None, folder: Path) -> ClusterConfig:
+    if fit is None:
         return twin(plan, None, None)
-    fit = fits.around(session, load)
     fixed_s, byte_s = simulator.measured_transfer(session)
     whole = replace(fit, coefficients=replace(fit.coefficients, transfer_fixed_s=fixed_s, transfer_byte_s=byte_s))
     path = folder / f"profile-{load}.json"
@@ -137,7 +159,7 @@ def table(plan: Plan, rows: Sequence[Row]) -> str:
         cells = " | ".join(f"{100 * e[n]:+.1f}%" for n in ("ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "tpot_p99_s"))
         same = f"{100 * a.path:.0f}%, {100 * a.prefill:.0f}%, {100 * a.decode:.0f}%"
         lines.append(f"| | | error | {cells} | {e['attainment_points']:+.1f} points | {same} |")
-    overheads = list(dict.fromkeys(row.overheads for row in rows))
+    overheads = list(dict.fromkeys(o for row in rows for o in row.overheads))
     hops, edges = (
         [f"{1e3 * s:.1f}" for s in all_s] for all_s in ([o.hop_s for o in overheads], [o.edge_s for o in overheads])
     )

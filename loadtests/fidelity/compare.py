@@ -67,6 +67,12 @@ def agreement(simulated: Sequence[RequestRecord], live: Sequence[RequestRecord])
     )
 
 
+def weighted(parts: Sequence[tuple[Agreement, int]]) -> Agreement:
+    """Of several loads, by their numbers of requests. A cluster names its engines anew: each load is paired alone."""
+    total = sum(requests for _, requests in parts)
+    return Agreement(*(sum(getattr(a, n) * k for a, k in parts) / total for n in Agreement.__slots__))
+
+
 def _alike(a: Sequence[Any], b: Sequence[Any]) -> float:
     """Share of positions that agree once the names of `a` are paired with those of `b`; None pairs with None."""
     left, right = sorted({x for x in a if x is not None}), sorted({y for y in b if y is not None})

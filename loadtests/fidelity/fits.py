@@ -1,7 +1,7 @@
 """The real engines' profile, measured on the same cluster as the loads: one round before each and one after the last.
 
-A machine whose speed drifts would otherwise be one machine in the profile and another in the loads. A load is compared
-with the rounds that stand around it; the loads' own requests are no part of them.
+A machine whose speed drifts would otherwise be one machine in the profile and another in the loads. A rate is compared
+with the rounds that stand around its loads; the loads' own requests are no part of them.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from cluster.perf.profile import HostSlowdown, Profile
 from cluster.runtime.local import fetch_status
 from cluster.runtime.urgent import urgent
 
-REPEATS = 4
-ROUNDS = 2
+REPEATS = 2
 MAX_BATCH = 4
-BESIDE_ROUNDS = 5
+BESIDE_ROUNDS = 4
 
 
 def measure(url: str) -> dict[str, Any]:
@@ -31,7 +30,7 @@ def measure(url: str) -> dict[str, Any]:
     with urgent():
         found = asyncio.run(
             measure_served(
-                url, None, status, REPEATS, MAX_BATCH, lambda _line: None, rounds=ROUNDS, beside_rounds=BESIDE_ROUNDS
+                url, None, status, REPEATS, MAX_BATCH, lambda _line: None, rounds=1, beside_rounds=BESIDE_ROUNDS
             )
         )
     assert found.host_slowdown is not None, "the plan's cluster has two pools and long sequences"
@@ -43,10 +42,13 @@ def measure(url: str) -> dict[str, Any]:
     }
 
 
-def around(session: Mapping[str, Any], load: int) -> Profile:
-    """The profile for one load of a session, from the rounds before and after it."""
-    number = next(i for i, run in enumerate(session["runs"]) if run["load"] == load)
-    return pooled(session["fits"][number - 1 : number + 1])
+def around(loads: Sequence[tuple[Mapping[str, Any], int]]) -> Profile:
+    """The profile for some loads, each with its session: from the rounds before and after them."""
+    rounds = []
+    for session, load in loads:
+        number = next(i for i, run in enumerate(session["runs"]) if run["load"] == load)
+        rounds += session["fits"][number - 1 : number + 1]
+    return pooled(rounds)
 
 
 def pooled(rounds: Sequence[Mapping[str, Any]]) -> Profile:

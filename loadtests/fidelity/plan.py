@@ -39,7 +39,9 @@ class Plan(Section):
     """
     Attributes:
         probes: sent before all loads, one at a time: what an idle cluster adds to the engines' own times.
-        rates_per_s: arrival rates; each is `workload` at that rate, with a seed of its own.
+        rates_per_s: arrival rates; each is `workload` at that rate.
+        passes: how often the rates are gone through, each time with seeds of their own. A rate's figures are of all its
+            requests, so that a minute in which the machine is slow is not all that is known of it.
         fit: the simulator takes its step times from profiles that are measured on this cluster, between the loads.
         shape: served instead of `cluster.model`.
     """
@@ -50,6 +52,7 @@ class Plan(Section):
     probes: Workload
     workload: Workload
     rates_per_s: tuple[float, ...] = Field(min_length=1)
+    passes: int = Field(1, ge=1)
     fit: bool = False
     shape: Shape | None = None
 
@@ -69,13 +72,22 @@ class Plan(Section):
             return self.cluster
         return {**self.cluster, "model": {**self.cluster.get("model", {}), "id": str(model)}}
 
+    @property
+    def loads(self) -> range:
+        """Numbers of all loads: the rates of the first pass, then those of the next."""
+        return range(1, len(self.rates_per_s) * self.passes + 1)
+
+    def loads_at(self, rate: int) -> list[int]:
+        """The loads of one rate, by its place in `rates_per_s`."""
+        return [load for load in self.loads if (load - 1) % len(self.rates_per_s) == rate]
+
     def workload_of(self, load: int) -> Workload:
-        """Load 0 is the probes, load i the i-th rate."""
+        """Load 0 is the probes."""
         if load == 0:
             return self.probes
         arrivals = self.workload.arrivals_
         assert arrivals is not None and not isinstance(arrivals, Closed | Steps), "checked when the plan was read"
-        factor = self.rates_per_s[load - 1] / arrivals.rate_per_s
+        factor = self.rates_per_s[(load - 1) % len(self.rates_per_s)] / arrivals.rate_per_s
         return self.workload.at_rate(factor).model_copy(update={"seed": self.workload.seed + load - 1})
 
 

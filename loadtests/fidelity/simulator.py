@@ -1,6 +1,7 @@
 """The simulator's side: the whole live session again in virtual time, from its first probe to its last request.
 
-The router learns its engines' times from the same requests in the same order. Beside the engines' steps a live request
+The router learns its engines' times from the same requests in the same order (the live one from those of a fit between
+two loads as well). Beside the engines' steps a live request
 pays for the layers around them. Two constants stand for those, both from the probes alone, which met an idle cluster:
 `hop_s` for each message between router and engine, `edge_s` between the client and the router.
 """

@@ -16,6 +16,7 @@ from cluster.messages import Outcome, Path, RequestRecord, Slo
 from cluster.perf.fitting import StepSample
 from cluster.perf.profile import Coefficients, HostSlowdown, Profile
 from loadtests.fidelity import fits, live, simulator
+from loadtests.fidelity.__main__ import compared
 from loadtests.fidelity.compare import agreement, errors, figures, largest
 from loadtests.fidelity.plan import PARTS, Plan, load, twin
 
@@ -29,10 +30,10 @@ FITTED = dict.fromkeys(
 PROFILE = Profile(Coefficients(0.01, 1e-4, 0.0, 0.0, 0.0), FITTED, host_slowdown=HostSlowdown(0.2, 0.4))
 
 
-def session(overheads: simulator.Overheads, later_s: float = 0.0) -> dict[str, Any]:
+def session(overheads: simulator.Overheads, later_s: float = 0.0, plan: Plan = PLAN) -> dict[str, Any]:
     """What a live run would have kept, had it been the simulator; answers reach the client `later_s` later."""
-    starts = [{"load": i, "start_s": 100.0 * i} for i in range(1 + len(PLAN.rates_per_s))]
-    runs = simulator.play(CONFIG, PLAN, {"runs": starts}, overheads, seed=3)
+    starts = [{"load": i, "start_s": 100.0 * i} for i in (0, *plan.loads)]
+    runs = simulator.play(CONFIG, plan, {"runs": starts}, overheads, seed=3)
     return {
         "runs": [
             {
@@ -133,12 +134,15 @@ def fit_round(step_s: float, slowdown: float) -> dict[str, Any]:
 def test_a_load_is_compared_with_the_rounds_around_it() -> None:
     rounds = [fit_round(step_s, 10 * step_s) for step_s in (0.010, 0.012, 0.030)]
     kept = {"runs": [{"load": 0}, {"load": 2}, {"load": 3}], "fits": rounds}
-    early, late = fits.around(kept, 2), fits.around(kept, 3)
+    early, late = fits.around([(kept, 2)]), fits.around([(kept, 3)])
     assert 0.010 < early.times().step_s((), 1, 300) < 0.0125
     assert 0.0125 < late.times().step_s((), 1, 300) < 0.031
     assert early.host_slowdown == HostSlowdown(pytest.approx(0.11), pytest.approx(0.22))
     assert late.host_slowdown == HostSlowdown(pytest.approx(0.21), pytest.approx(0.42))
     assert early.provenance == FITTED
+    both = fits.around([(kept, 2), (kept, 3)])
+    assert early.times().step_s((), 1, 300) < both.times().step_s((), 1, 300) < 0.031
+    assert both.host_slowdown == HostSlowdown(pytest.approx(0.16), pytest.approx(0.32))
 
 
 def test_a_round_before_each_load_and_one_after_the_last(monkeypatch: pytest.MonkeyPatch, tmp_path: FilePath) -> None:
@@ -172,3 +176,32 @@ def test_a_round_before_each_load_and_one_after_the_last(monkeypatch: pytest.Mon
         )
         assert order == expected
         assert [len(k["fits"]) for k in kept] == ([1, 2, 3] if part == "real" else [0, 0, 0])
+
+
+def test_passes_repeat_the_rates_with_other_requests() -> None:
+    twice = PLAN.model_copy(update={"passes": 2})
+    assert list(twice.loads) == [1, 2, 3, 4]
+    assert [twice.loads_at(place) for place in (0, 1)] == [[1, 3], [2, 4]]
+    first, again = (list(twice.workload_of(load_number).arrivals()) for load_number in (1, 3))
+    assert [a.at_s for a in first] != [a.at_s for a in again]
+    assert len(again) == pytest.approx(len(first), rel=0.5)
+
+
+def test_a_rates_figures_are_of_all_its_loads(tmp_path: FilePath) -> None:
+    twice = PLAN.model_copy(update={"passes": 2})
+    one = session(simulator.Overheads(0.004, 0.0), plan=twice)
+    other = session(simulator.Overheads(0.004, 0.0), later_s=0.5, plan=twice)
+    sessions = [one, one, other, one]  # the second time its first rate was half a second late, its second was not
+    for run in other["runs"]:  # another cluster has other names
+        for row in run["requests"]:
+            row["prefill_worker"] = f"again-{row['prefill_worker']}"
+    for found in sessions:
+        for run in found["runs"]:
+            run |= {"client_lag_p99_s": 0.0, "client_loop_late_p99_s": 0.0}
+    late, exact = compared(twice, sessions, tmp_path)
+    counts = {run["load"]: len(run["requests"]) for run in one["runs"]}
+    assert (late.live.requests, exact.live.requests) == (counts[1] + counts[3], counts[2] + counts[4])
+    for row in (late, exact):
+        assert row.errors["ttft_p50_s"] == pytest.approx(0.0, abs=0.05)
+    assert len(exact.overheads) == 1 and len(late.overheads) == 2
+    assert late.agreement.prefill > 0.9 * exact.agreement.prefill

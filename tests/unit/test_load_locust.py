@@ -428,3 +428,10 @@ def test_a_connect_without_a_message_says_its_kind() -> None:
 
     client._connect = refuse  # type: ignore[method-assign]
     assert client.send(Sample(0, 0.0), b"").error == "connect: TimeoutError"
+
+
+def test_what_workers_report_before_the_first_test_counts_for_nothing() -> None:
+    master = Control(environment(Master(), pd_ttft_ms=100))
+    fresh = Control(environment(Worker("w1"), pd_ttft_ms=100))
+    master.receive("w1", fresh.to_wire(), final=False)
+    assert not master.failed and not master.tallies

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from statistics import fmean
 
 import pytest
@@ -39,6 +40,22 @@ def test_a_factor_holds_for_its_period_and_stays_within_what_was_measured() -> N
 def test_one_quantile_is_a_constant() -> None:
     variation = StepVariation((1.2,), random.Random(1))
     assert {variation.factor(float(t)) for t in range(50)} == {1.2}
+
+
+def test_the_result_is_that_of_one_event_an_iteration() -> None:
+    def ends(max_repeats: int) -> list[float]:
+        kernel = Kernel()
+        config = SchedulerConfig(kv_blocks=1000, max_num_batched_tokens=4096)
+        engine = SimEngine(kernel, config, TIMES, random.Random(0), lambda outputs: None, max_repeats=max_repeats)
+        engine.variation = StepVariation((0.5, 1.0, 2.0), random.Random(0))
+        kernel.at(0.0, engine.submit, Sequence("a", 100, 900))
+        for at_s in (0.97, 1.55, 4.01):
+            kernel.at(at_s, engine.sync)
+        kernel.run()
+        return list(engine.step_ends_s)
+
+    assert ends(128) == ends(1)
+    assert len({round(b - a, 6) for a, b in pairwise(ends(1))}) > 5
 
 
 @pytest.mark.parametrize("max_repeats", [1, 128])
