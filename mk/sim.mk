@@ -7,5 +7,5 @@ bench-sim: setup  ## simulator speed: an hour of Mooncake's conversation trace o
 	@$(BIN)/python -m cluster.sim.bench
 
 .PHONY: fidelity
-fidelity: setup  ## the simulator's error against live clusters, simulated engines and vLLM on CPU; about 20 minutes, once
+fidelity: setup  ## the simulator's error against live clusters, simulated engines and vLLM on CPU; about 35 minutes, once
 	@$(BIN)/python -m loadtests.fidelity $(FIDELITY_ARGS)
