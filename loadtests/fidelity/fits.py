@@ -12,8 +12,11 @@ from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
+import msgspec
+
 from cluster.engine.measure import engine_limits
 from cluster.engine.served import measure_served
+from cluster.errors import EngineFailed, UserError
 from cluster.perf.fitting import StepSample, fit_steps, variation_of
 from cluster.perf.profile import HostSlowdown, Profile
 from cluster.runtime.local import fetch_status
@@ -25,14 +28,20 @@ BESIDE_ROUNDS = 4
 
 
 def measure(url: str) -> dict[str, Any]:
-    """One round of `pdserve fit --url` as plain values; its cluster has nothing else to do meanwhile."""
+    """One round of `pdserve fit --url` as plain values; its cluster has nothing else to do meanwhile.
+
+    Raises:
+        UserError: the cluster does not answer, or failed a request.
+    """
     status = fetch_status(url, None)
-    with urgent():
-        found = asyncio.run(
-            measure_served(
-                url, None, status, REPEATS, MAX_BATCH, lambda _line: None, rounds=1, beside_rounds=BESIDE_ROUNDS
-            )
-        )
+    round_ = measure_served(
+        url, None, status, REPEATS, MAX_BATCH, lambda _line: None, rounds=1, beside_rounds=BESIDE_ROUNDS
+    )
+    try:
+        with urgent():
+            found = asyncio.run(round_)
+    except EngineFailed as e:
+        raise UserError(f"the cluster failed while its engines were measured: {e}; see its log") from e
     assert found.host_slowdown is not None, "the plan's cluster has two pools and long sequences"
     return {
         "limits": engine_limits(found.info, found.measured),
@@ -56,15 +65,7 @@ def pooled(rounds: Sequence[Mapping[str, Any]]) -> Profile:
     samples: list[StepSample] = []
     batches: list[list[StepSample]] = []
     for kept in rounds:
-        mine = [
-            StepSample(
-                tuple((new, cached) for new, cached in s["prefill"]),
-                s["decode_batch"],
-                s["decode_context_tokens"],
-                s["duration_s"],
-            )
-            for s in kept["samples"]
-        ]
+        mine = msgspec.convert(kept["samples"], list[StepSample])
         samples += mine
         batches += [mine[first:end] for first, end in kept["decode_batches"]]
     fit = fit_steps(samples)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from cluster.config import parse
+from cluster.errors import EngineFailed, UserError
 from cluster.messages import Outcome, Path, RequestRecord, Slo
 from cluster.perf.fitting import StepSample
 from cluster.perf.profile import Coefficients, HostSlowdown, Profile
@@ -205,3 +206,13 @@ def test_a_rates_figures_are_of_all_its_loads(tmp_path: FilePath) -> None:
         assert row.errors["ttft_p50_s"] == pytest.approx(0.0, abs=0.05)
     assert len(exact.overheads) == 1 and len(late.overheads) == 2
     assert late.agreement.prefill > 0.9 * exact.agreement.prefill
+
+
+def test_a_cluster_that_fails_while_it_is_measured_is_a_mistake_of_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fails(*_: Any, **__: Any) -> Any:
+        raise EngineFailed("a request failed")
+
+    monkeypatch.setattr(fits, "fetch_status", lambda *_: {})
+    monkeypatch.setattr(fits, "measure_served", fails)
+    with pytest.raises(UserError, match="while its engines were measured: a request failed; see its log"):
+        fits.measure("http://here")
