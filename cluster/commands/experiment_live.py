@@ -28,7 +28,7 @@ from cluster.config import ClusterConfig
 from cluster.errors import UserError
 from cluster.messages import RequestRecord, Stage
 from cluster.planner.experiment import Measure
-from cluster.planner.simulate import Run, accelerators
+from cluster.planner.simulate import Run, accelerators, arrival_rate
 from cluster.sim.fleet import Transfer
 from cluster.workload.spec import Workload
 
@@ -95,7 +95,7 @@ def _measure(config: ClusterConfig, url: str, workload: Workload, seed: int, run
         workload=workload.model_copy(update={"seed": seed, "slo": config.slo}),
         request=RequestOptions(api="tokens"),
     )
-    session = Session(scenario, Settings(url), lambda text: err.print(f"[dim]{text}[/dim]"))
+    session = Session(scenario, Settings(url), lambda text: err.print(text, style="dim"))
     session.warm_up()
     # Rates and seeds share prompts, and what one run left in the caches is not another's.
     session.endpoint = replace(session.endpoint, cache_salt=run_id)
@@ -103,20 +103,17 @@ def _measure(config: ClusterConfig, url: str, workload: Workload, seed: int, run
     run = session.run(session.scenario.workload, run_id)
     matched = join(run.samples, fetch_records(url), session.scenario)
     records = [matched.get(sample.request_id) or sample.record(config.slo.to_slo()) for sample in run.samples]
-    if not records:
-        raise UserError("workload: it has no requests; raise its rate, duration_s or requests")
     count, price = accelerators(config)
-    arrivals = [r.arrival_s for r in records]
     extra: dict[str, Any] = {"url": url}
     return Run(
         records=records,
         transfers=[_transfer(r) for r in records if r.transfer_bytes],
         offered=len(records),
+        rate_rps=arrival_rate([r.arrival_s for r in records]),
         span_s=max(run.length_s, 1e-9),
-        arrivals_s=max(max(arrivals) - min(arrivals), 1e-9),
         wall_s=time.perf_counter() - begin,
         events=0,
-        preemptions=0,
+        preemptions=None,
         accelerators=count,
         price_per_hour=price,
         seed=seed,

@@ -23,7 +23,7 @@ def command(
         ),
     ],
     seed: Annotated[int, typer.Option(min=0, help="0 = the workload's own")] = 0,
-    rate: Annotated[float, typer.Option(min=1e-6, help="multiply the arrival rate")] = 1.0,
+    rate: Annotated[float, typer.Option(min=1e-6, max=1e6, help="multiply the arrival rate")] = 1.0,
     timeline: Annotated[Path | None, typer.Option(help="write a Chrome trace (Perfetto opens it) to this file")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")] = False,
 ) -> None:
@@ -115,11 +115,13 @@ def _show(summary: dict[str, Any], config: ClusterConfig) -> None:
         )
     out.print(pools)
     missed = {stage: n for stage, n in summary["missed_by_stage"].items() if n}
+    each = summary.get("goodput_per_s_per_accelerator")
     out.print(
         f"offered {summary['offered']}, done {summary['done']}, failed {summary['failed']}, "
         f"rejected {summary['rejected']}; attainment {share(summary['attainment'])}; "
-        f"goodput {summary['goodput_per_s']:.3g}/s, {summary['goodput_per_s_per_accelerator']:.3g}/s per accelerator; "
-        f"{summary['output_tokens_per_s']:.0f} tokens/s"
+        f"goodput {summary['goodput_per_s']:.3g}/s, "
+        + ("" if each is None else f"{each:.3g}/s per accelerator; ")
+        + f"{summary['output_tokens_per_s']:.0f} tokens/s"
     )
     if missed:
         out.print("missed by stage: " + ", ".join(f"{stage} {n}" for stage, n in missed.items()))

@@ -135,6 +135,7 @@ class SimulatedEngine:
         self._timers: list[asyncio.TimerHandle] = []
         self._dead: str | None = None
         self._address = ("", 0)
+        self._block_bytes = info.block_size_tokens * info.kv_bytes_per_token
         # KV leaves and enters one transfer at a time.
         self._adapter_free_s = 0.0
         if settings.faults.stall_after_s is not None:
@@ -355,6 +356,7 @@ class SimulatedEngine:
         request_id = sequence.seq_id
         generation = self.leases.grant(request_id)
         self._lease_timers[request_id] = self._loop.call_later(self._lease_s, self._expire, request_id)
+        fixed_s = self._spec.times.transfer_s(0)
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -365,6 +367,8 @@ class SimulatedEngine:
             "remote_block_ids": list(sequence.table),
             "generation": generation,
             "tp_size": self._spec.tp,
+            "transfer_fixed_s": fixed_s,
+            "transfer_block_s": self._spec.times.transfer_s(self._block_bytes) - fixed_s,
         }
 
     def _expire(self, request_id: str) -> None:
@@ -381,6 +385,11 @@ class SimulatedEngine:
         if self.scheduler.release(request_id):
             self._wake()
 
+    def _transfer_s(self, ticket: Mapping[str, Any], blocks: int) -> float:
+        """The slower side's adapters decide; a ticket tells what its own take."""
+        there_s: float = ticket.get("transfer_fixed_s", 0.0) + blocks * ticket.get("transfer_block_s", 0.0)
+        return max(self._spec.times.transfer_s(blocks * self._block_bytes), there_s) / self._speed
+
     async def _pull(self, load: Load) -> None:
         """Wait as long as the KV travels; the lease must be alive before and after."""
         request_id = load.sequence.seq_id
@@ -388,10 +397,10 @@ class SimulatedEngine:
         ticket = (running.request.kv_transfer_params or {}) if running is not None else {}
         error: RequestError | None = None
         asked_s = self._loop.time()
-        moved_bytes = load.blocks * self._info.block_size_tokens * self._info.kv_bytes_per_token
-        duration_s = self._spec.times.transfer_s(moved_bytes) / self._speed if moved_bytes else 0.0
+        moved_bytes = load.blocks * self._block_bytes
         worker_id = self._info.worker_id
         try:
+            duration_s = self._transfer_s(ticket, load.blocks) if moved_bytes else 0.0
             wait_s = await self._peers.begin(ticket, max(0.0, self._adapter_free_s - asked_s), duration_s)
             if wait_s is None:
                 error = LeaseExpired("the prompt's KV was given up before it was pulled", worker_id=worker_id)

@@ -42,6 +42,22 @@ _UNKNOWN_STRUCTURES = (
 )
 
 
+# What the config classes of transformers 5.19 add where a file says nothing: that every n-th layer attends to all
+# tokens, and which types' output matrix is the embedding.
+_WINDOW_PATTERNS = {
+    "gemma2": 2,
+    "vaultgemma": 2,
+    "gpt_oss": 2,
+    "cohere2": 4,
+    "exaone4": 4,
+    "olmo3": 4,
+    "gemma3n_text": 5,
+    "gemma3": 6,
+    "gemma3_text": 6,
+}
+_TIED = ("gemma", "vaultgemma", "cohere", "smollm3", "starcoder2")
+
+
 def dtype_bytes(dtype: str) -> float:
     """Bytes a value, scales included."""
     try:
@@ -129,16 +145,22 @@ class ModelShape:
 
     def mlp_params(self, *, active: bool) -> float:
         """One layer's MLP, averaged over the layers; the parts one token passes where `active`."""
+        return self.common_mlp_params + (self.experts_per_token if active else self.experts) * self.expert_params
+
+    @property
+    def common_mlp_params(self) -> float:
+        """What every token passes of one layer's MLP, averaged over the layers: dense ones, shared experts, routers."""
         dense = self.mlp_matrices * self.hidden * self.intermediate
         if not self.experts:
             return dense
-        routed = self.experts_per_token if active else self.experts
-        expert = self.mlp_matrices * self.hidden * self.expert_intermediate
-        sparse = (
-            routed * expert + self.mlp_matrices * self.hidden * self.shared_intermediate + self.hidden * self.experts
-        )
+        sparse = self.mlp_matrices * self.hidden * self.shared_intermediate + self.hidden * self.experts
         share = self.dense_layers / self.layers
         return share * dense + (1 - share) * sparse
+
+    @property
+    def expert_params(self) -> float:
+        """One routed expert of one layer, averaged over the layers."""
+        return (1 - self.dense_layers / self.layers) * self.mlp_matrices * self.hidden * self.expert_intermediate
 
     @property
     def embedding_params(self) -> int:
@@ -267,7 +289,7 @@ def from_config(config: Mapping[str, Any], name: str = "") -> ModelShape:
         vocab=need("vocab_size"),
         max_context=maybe("max_position_embeddings") or 4096,
         dtype=_dtype(config, quantization),
-        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        tied_embeddings=bool(config.get("tie_word_embeddings", model_type.startswith(_TIED))),
         attention_bias=bool(config.get("attention_bias", model_type == "qwen2")),
         qk_norm=model_type.startswith("qwen3"),
         experts=experts,
@@ -296,12 +318,20 @@ def _dtype(config: Mapping[str, Any], quantization: Any) -> str:
 def _layer_kinds(config: Mapping[str, Any], layers: int, label: str) -> tuple[int, int]:
     kinds = config.get("layer_types")
     if not isinstance(kinds, list) or not kinds:
-        every = bool(config.get("sliding_window")) and config.get("use_sliding_window", True)
-        return (layers if every else 0), 0
+        windowed = bool(config.get("sliding_window")) and config.get("use_sliding_window", True)
+        return (_windowed_layers(config, layers) if windowed else 0), 0
     unknown = set(kinds) - {"full_attention", "sliding_attention", "linear_attention"}
     if unknown:
         raise UserError(f"model: layer type {sorted(unknown)[0]!r} of {label} is not known; its cache cannot be sized")
     return kinds.count("sliding_attention"), kinds.count("linear_attention")
+
+
+def _windowed_layers(config: Mapping[str, Any], layers: int) -> int:
+    """All but every n-th layer; n from the config or from what its type means by saying nothing, else all of them."""
+    pattern = config.get("sliding_window_pattern") or _WINDOW_PATTERNS.get(str(config.get("model_type")))
+    if isinstance(pattern, str):
+        return sum(pattern[i % len(pattern)] == "L" for i in range(layers))
+    return layers - layers // pattern if pattern else layers
 
 
 _NAMES = {

@@ -142,11 +142,16 @@ def write_profile(profile: Profile, path: str | Path) -> None:
         raise UserError(f"out: {path} cannot be written ({e.strerror})") from None
 
 
-def read_profile(path: str | Path) -> Profile:
+def read_profile(path: str | Path, tp: int | None = None, pp: int | None = None) -> Profile:
     """Read a profile.
 
+    Args:
+        tp, pp: the layout it is for. A profile has one layout, and its times say nothing of another; one that does not
+            tell its layout is believed.
+
     Raises:
-        UserError: the file is missing, of another format, or a key or number in it is missing, unknown or negative.
+        UserError: the file is missing, of another format or layout, or a key or number in it is missing, unknown or
+            negative.
     """
     try:
         data = _parse(Path(path).read_text(encoding="utf-8"))
@@ -178,6 +183,12 @@ def read_profile(path: str | Path) -> Profile:
     if not isinstance(variation, list):
         raise UserError(f"profile: {path}: step_variation is {variation!r}, not a list")
     _require_numbers(path, "step_variation", dict(enumerate(variation)))
+    measured = {name: provenance.get(name, asked) for name, asked in (("tp", tp), ("pp", pp))}
+    if measured != {"tp": tp or measured["tp"], "pp": pp or measured["pp"]}:
+        raise UserError(
+            f"profile: {path} was measured at tp={measured['tp']} pp={measured['pp']}, not tp={tp} pp={pp};"
+            " use that layout or the roofline's times"
+        )
     values = {"pair_s": 0.0, "sequence_s": 0.0, "context_token_s": 0.0, **{k: float(v) for k, v in raw.items()}}
     return Profile(Coefficients(**values), provenance, residuals, slowdown, tuple(map(float, variation)))
 

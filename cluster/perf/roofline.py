@@ -60,14 +60,12 @@ class RooflineTimes(StepTimes):
         layers = shape.layers
 
         # Whole-model sums, on one GPU of the tp group: seconds a token and seconds a pass.
-        dense_params = layers * shape.attention_params
-        if not shape.experts:
-            dense_params += round(layers * shape.mlp_params(active=True))
+        dense_params = layers * shape.attention_params + round(layers * shape.common_mlp_params)
         self._dense_token_s = 2 * dense_params / tp / peak
         self._dense_read_s = dense_params * size / tp / bandwidth
-        expert_params = round(layers * shape.mlp_params(active=True)) if shape.experts else 0
-        self._expert_token_s = 2 * expert_params / tp / peak
-        self._expert_read_s = layers * shape.mlp_params(active=False) * size / tp / bandwidth if shape.experts else 0.0
+        expert_params = layers * shape.expert_params
+        self._expert_token_s = 2 * shape.experts_per_token * expert_params / tp / peak
+        self._expert_read_s = shape.experts * expert_params * size / tp / bandwidth
         self._expert_miss = 1 - shape.experts_per_token / shape.experts if shape.experts else 0.0
         head_params = shape.embedding_params
         self._head_token_s = 2 * head_params / tp / (device.peak_flops("bfloat16") * eff.gemm)
@@ -100,6 +98,7 @@ class RooflineTimes(StepTimes):
         """One pass of `tokens` through all layers on one tp group."""
         body = max(self._dense_token_s * tokens, self._dense_read_s)
         if self._expert_read_s:
+            # Routed experts alone are read only where a token goes to them.
             touched = 1 - self._expert_miss**tokens
             body += max(self._expert_token_s * tokens, self._expert_read_s * touched)
         head = max(self._head_token_s * sampled, self._head_read_s)

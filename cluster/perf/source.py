@@ -5,7 +5,7 @@ from __future__ import annotations
 from cluster.errors import UserError
 from cluster.perf.hardware import Hardware, Link
 from cluster.perf.model_shape import ModelShape
-from cluster.perf.profile import Profile, read_profile
+from cluster.perf.profile import read_profile
 from cluster.perf.roofline import RooflineTimes
 from cluster.perf.times import StepTimes
 
@@ -33,9 +33,7 @@ def step_times(
     if source == "profile":
         if profile is None:
             raise UserError("profile: --times profile needs --profile FILE; write one with `pdserve fit`")
-        measured = read_profile(profile)
-        _require_layout(measured, tp, pp)
-        return measured.times()
+        return read_profile(profile, tp, pp).times()
     if source == "aiconfigurator":
         from cluster.perf.aiconfigurator import aiconfigurator_times
 
@@ -45,13 +43,3 @@ def step_times(
             raise UserError("weights: AIConfigurator's tables are used in the model's own type; use --times roofline")
         return aiconfigurator_times(shape, device, tp)
     raise UserError(f"times: {source!r} is not known; use one of {', '.join(SOURCES)}")
-
-
-def _require_layout(profile: Profile, tp: int, pp: int) -> None:
-    """A profile has one layout: its times say nothing of another. One that does not tell its layout is believed."""
-    measured_tp, measured_pp = (profile.provenance.get(name, asked) for name, asked in (("tp", tp), ("pp", pp)))
-    if (measured_tp, measured_pp) != (tp, pp):
-        raise UserError(
-            f"profile: measured at tp={measured_tp} pp={measured_pp}, not tp={tp} pp={pp};"
-            " use that layout or --times roofline"
-        )

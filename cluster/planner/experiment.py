@@ -34,8 +34,9 @@ from cluster.config import ClusterConfig, Section, parse
 from cluster.diagnosis.evidence import gather
 from cluster.errors import ConfigError, UserError
 from cluster.planner.setting import set_path
-from cluster.planner.simulate import Run, by_tenant, simulate, summary
+from cluster.planner.simulate import Run, arrival_rate, by_tenant, simulate, summary
 from cluster.sim.fleet import Options
+from cluster.workload.processes import SteadyProcess
 from cluster.workload.spec import Workload
 from cluster.workload.traces import resolve_traces
 from cluster.yaml_file import read_yaml
@@ -45,7 +46,9 @@ Setting = dict[str, Any]
 
 class Report(Section):
     heatmap: tuple[str, str] | None = None
-    at_rate: float | None = Field(None, gt=0, description="rate of the CDFs, the heat map and the timeline")
+    at_rate: float | None = Field(
+        None, gt=0, allow_inf_nan=False, description="rate of the CDFs, the heat map and the timeline"
+    )
     timeline: dict[str, Any] = Field(default_factory=dict, description="axis -> variant of the run that is drawn")
     metrics: tuple[str, ...] = Field((), description="further figures to draw over the rate, e.g. itl_max_ms")
 
@@ -148,7 +151,7 @@ def apply(spec: Spec, settings: Iterator[Setting] | list[Setting]) -> tuple[Clus
     """Cluster and workload with the settings of one combination.
 
     Raises:
-        ConfigError: a path that does not start at `cluster` or `workload`, or a value that they refuse.
+        ConfigError: a path that does not start at `cluster` or `workload`, a value that they refuse, or autoscaling.
     """
     raw = {"cluster": copy.deepcopy(spec.cluster), "workload": copy.deepcopy(spec.workload)}
     engine = raw["cluster"].setdefault("engine", {})
@@ -159,6 +162,12 @@ def apply(spec: Spec, settings: Iterator[Setting] | list[Setting]) -> tuple[Clus
         for path, value in setting.items():
             set_path(raw, path, value)
     config = parse(raw["cluster"])
+    if config.autoscaling.policy != "off":
+        raise ConfigError(
+            "cluster.autoscaling.policy",
+            f"{config.autoscaling.policy}: an experiment's clusters keep their size",
+            "leave it out, or use `pdserve simulate`",
+        )
     try:
         workload = Workload.model_validate(raw["workload"])
     except ValidationError as e:
@@ -171,13 +180,11 @@ def apply(spec: Spec, settings: Iterator[Setting] | list[Setting]) -> tuple[Clus
 
 
 def mean_rate(workload: Workload) -> float:
-    """Requests a second as the workload stands, counted on its own arrivals."""
-    count, last = 0, 0.0
-    for arrival in itertools.islice(workload.arrivals(), 20_000):
-        count, last = count + 1, arrival.at_s
-    if count < 2 or last <= 0:
-        raise UserError("workload: fewer than two requests; raise its rate, duration_s or requests")
-    return count / last
+    """Requests a second as the workload stands: what its processes state, or else counted on its own arrivals."""
+    stated = [s.arrivals.rate_per_s for s in workload.all_streams if isinstance(s.arrivals, SteadyProcess)]
+    if len(stated) == len(workload.all_streams):
+        return sum(stated)
+    return arrival_rate([arrival.at_s for arrival in itertools.islice(workload.arrivals(), 20_000)])
 
 
 def combinations(spec: Spec) -> list[tuple[dict[str, str], list[Setting]]]:
@@ -236,8 +243,6 @@ def run(spec: Spec, progress: Callable[[str], None] = lambda _label: None, clust
                         asked = workload.at_rate(case.rate / mean_rps)
                     try:
                         done = measure(asked, case.seed)
-                        if done.offered < 2:
-                            raise UserError("workload: one request has no rate; raise its rate, duration_s or requests")
                     except UserError as e:
                         # Another rate or seed may well run.
                         case.impossible = str(e)
@@ -247,7 +252,7 @@ def run(spec: Spec, progress: Callable[[str], None] = lambda _label: None, clust
                         continue
                     told.add(case.rate)
                     # For `pdserve diagnose`; one seed tells what the others would.
-                    counters = {"preemptions": float(done.preemptions)}
+                    counters = {} if done.preemptions is None else {"preemptions": float(done.preemptions)}
                     prompts = [a.prompt for a in asked.arrivals(seed=case.seed)]
                     case.evidence = gather(done.records, config.slo.to_slo(), prompts=prompts, engine=counters)
                     if case.rate == drawn_rate:

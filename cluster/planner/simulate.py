@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.config import ClusterConfig
+from cluster.engine.simulation.settings import SimulatedSettings
 from cluster.errors import UserError
 from cluster.goodput.accounting import is_good, miss_stage
 from cluster.messages import Outcome, RequestRecord, Role
-from cluster.perf.hardware import table
+from cluster.perf.hardware import Hardware, hardware
 from cluster.sim.fleet import Fleet, Options, Transfer
 from cluster.sim.run import require_start
 from cluster.workload.arrival import Arrival
@@ -23,16 +24,22 @@ QUANTILES = (0.5, 0.95, 0.99)
 
 @dataclass(slots=True)
 class Run:
-    """What one run left behind. `span_s` is from the first arrival to the last end."""
+    """What one run left behind.
+
+    Attributes:
+        rate_rps: at which the requests arrived.
+        span_s: from the first arrival to the last end.
+        preemptions: of all engines; None: nobody was asked.
+    """
 
     records: list[RequestRecord]
     transfers: list[Transfer]
     offered: int
+    rate_rps: float
     span_s: float
-    arrivals_s: float
     wall_s: float
     events: int
-    preemptions: int
+    preemptions: int | None
     accelerators: int
     price_per_hour: float | None
     seed: int = 0
@@ -44,13 +51,41 @@ def accelerators(config: ClusterConfig) -> tuple[int, float | None]:
     total, price, known = 0, 0.0, True
     for role in [Role.DECODE] if config.colocated else [Role.PREFILL, Role.DECODE]:
         pool = config.pool(role)
-        gpus = pool.replicas.start * pool.layout.tp * pool.layout.pp * pool.layout.dp
-        name = pool.simulated.get("hardware") or config.engine.simulated.get("hardware") or pool.accelerator
-        device = table().get(str(name))
+        gpus = pool.replicas.start * pool.layout.ranks
+        device = _device(config, role)
         total += gpus
         known = known and device is not None
         price += gpus * device.price_per_hour if device else 0.0
     return total, price if known else None
+
+
+def _device(config: ClusterConfig, role: Role) -> Hardware | None:
+    """A pool's accelerators, where the hardware table has them."""
+    pool = config.pool(role)
+    simulated = {**config.engine.simulated, **pool.simulated}
+    name = simulated.get("hardware") or pool.accelerator
+    if name is None and config.engine.kind == "simulated" and simulated.get("times") == "roofline":
+        name = SimulatedSettings().hardware
+    try:
+        return hardware(str(name)) if name else None
+    except UserError:
+        return None
+
+
+def arrival_rate(times_s: Sequence[float]) -> float:
+    """Requests a second; between arrivals there is one gap fewer than arrivals.
+
+    Raises:
+        UserError: there are too few, or all come at once.
+    """
+    if not times_s:
+        raise UserError("workload: it has no requests; raise its rate, duration_s or requests")
+    if len(times_s) == 1:
+        raise UserError("workload: one request has no rate; raise its rate, duration_s or requests")
+    span_s = max(times_s) - min(times_s)
+    if span_s <= 0:
+        raise UserError(f"workload: all {len(times_s)} requests arrive at once, which is no rate; spread them in time")
+    return (len(times_s) - 1) / span_s
 
 
 def simulate(
@@ -62,34 +97,31 @@ def simulate(
     """Serve all arrivals to their end.
 
     Raises:
-        UserError: a cluster that cannot be, or a workload without a single request.
+        UserError: a cluster that cannot be, or a workload that has no rate.
     """
     begin = time.perf_counter()
     require_start(config, scales=False)
     fleet = Fleet(config, options or Options(seed=seed))
-    offered, first, last = 0, 0.0, 0.0
+    times_s: list[float] = []
 
     def arrive(arrival: Arrival) -> None:
         fleet.arrive(arrival)
 
     for arrival in arrivals:
-        if not offered:
-            first = arrival.at_s
         fleet.kernel.at(arrival.at_s, arrive, arrival)
-        offered, last = offered + 1, arrival.at_s
-    if not offered:
-        raise UserError("workload: it has no requests; raise its rate, duration_s or requests")
+        times_s.append(arrival.at_s)
+    rate_rps = arrival_rate(times_s)
     fleet.kernel.run()
     records = fleet.records
-    end = max((r.end_s for r in records), default=last)
+    end = max((r.end_s for r in records), default=times_s[-1])
     count, price = accelerators(config)
     workers = [*fleet.workers.values(), *fleet.gone]
     return Run(
         records=records,
         transfers=fleet.log.transfers,
-        offered=offered,
-        span_s=max(end - first, 1e-9),
-        arrivals_s=max(last - first, 1e-9),
+        offered=len(times_s),
+        rate_rps=rate_rps,
+        span_s=max(end - times_s[0], 1e-9),
         wall_s=time.perf_counter() - begin,
         events=fleet.kernel.events,
         preemptions=sum(w.engine.scheduler.counters.preemptions for w in workers),
@@ -118,10 +150,10 @@ def summary(run: Run) -> dict[str, Any]:
     itl = [gap for r in done for gap in r.itl_s]
     tokens = sum(r.output_tokens for r in run.records)
     prompt_tokens = sum(r.prompt_tokens for r in done)
-    goodput = len(good) / run.arrivals_s
+    goodput = run.rate_rps * len(good) / run.offered
     figures: dict[str, Any] = {
         "offered": run.offered,
-        "rate_rps": run.offered / run.arrivals_s,
+        "rate_rps": run.rate_rps,
         "done": len(done),
         "failed": sum(r.outcome is not Outcome.DONE for r in run.records),
         "attainment": len(good) / run.offered,

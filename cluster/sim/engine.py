@@ -100,24 +100,30 @@ class SimEngine:
 
     def stop(self) -> None:
         """The engine is gone: nothing happens here any more."""
+        self.sync()
         self.stopped = True
         if self._timer:
             self._timer.cancel()
         if self.host is not None:
             self.host.end(self)
 
+    def stall(self) -> None:
+        """No step is begun any more; the iteration that runs is the last."""
+        self.stalled = True
+        self._changed()
+
     def sync(self) -> None:
         """Complete the iterations of a long step that are over, so that what is seen is of this moment."""
-        now = self._kernel.now
-        if self._step is None or self.stopped or len(self._ends) == 1 or self._ends[0] > now:
+        if self._step is None or self.stopped:
             return
-        passed = bisect_right(self._ends, now)
-        if passed < len(self._ends):
-            started_s, end_s, batch = self._ends[passed - 1], self._ends[passed], len(self._step.decodes)
-            self._complete(passed)
-            self._begin(started_s)
-            if self.host is not None:
-                self._keep_end(end_s, batch)
+        # One that ends just now has its event yet to come, as each has where an event covers one iteration.
+        passed = bisect_left(self._ends, self._kernel.now)
+        if passed:
+            # What runs goes on as it is: who has come since its iteration began is not in it.
+            self._note(passed, self._step)
+            self.scheduler.advance(self._step, passed)
+            self._started_s, self._told = self._ends[passed - 1], 0
+            del self._ends[:passed]
 
     def progress(self) -> tuple[int, float, int] | None:
         """Iterations of a long step that are over, the last one's end, and the KV blocks they have taken.
@@ -180,21 +186,6 @@ class SimEngine:
             assert self._on_load is not None, "a ticket needs somebody to pull its KV"
             self._on_load(load)
 
-    def _keep_end(self, end_s: float, batch: int) -> None:
-        """The running iteration was begun anew and ends when it did before.
-
-        It was priced with those that compute now, which is wrong for the part of it that is over; who computed beside
-        it then is in its end.
-        """
-        step = self._step
-        if step is None or step.chunks or len(step.decodes) != batch:
-            return
-        assert self._timer is not None
-        shift_s = end_s - self._ends[0]
-        self._ends = [end + shift_s for end in self._ends]
-        self._timer.cancel()
-        self._timer = self._kernel.at(self._ends[-1], self._step_over)
-
     def _stretch(self, factor: float) -> None:
         """What is left of the running step takes `factor` times as long."""
         assert self._timer is not None
@@ -213,13 +204,18 @@ class SimEngine:
 
     def _complete(self, passed: int) -> list[Output]:
         assert self._step is not None and self._timer is not None
-        step, ends = self._step, self._ends[:passed]
+        step = self._step
+        self._note(passed, step)
         self._step, self._ends = None, []
         self._timer.cancel()
         if self.host is not None:
             self.host.end(self)
-        self.step_ends_s.extend(ends)
-        self.busy_s += ends[-1] - self._started_s
-        if self.watch:
-            self.watch(self._started_s, ends[-1], passed, step)
         return self.scheduler.complete(step, passed)
+
+    def _note(self, passed: int, step: Step) -> None:
+        """The times of iterations that are over."""
+        end_s = self._ends[passed - 1]
+        self.step_ends_s.extend(self._ends[:passed])
+        self.busy_s += end_s - self._started_s
+        if self.watch:
+            self.watch(self._started_s, end_s, passed, step)

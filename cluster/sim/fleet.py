@@ -225,7 +225,7 @@ class Fleet:
         """The engine makes no step any more but answers."""
         worker = self.workers.get(worker_id)
         if worker is not None:
-            worker.engine.stalled = True
+            worker.engine.stall()
 
     def _watch(self, worker_id: str, start_s: float, end_s: float, iterations: int, step: Step) -> None:
         prompt_tokens = sum(new for _, new in step.chunks)
@@ -305,7 +305,7 @@ class Fleet:
         run.on_placed(action, placed)
 
     def _pump(self) -> None:
-        """Place whatever admission lets through now; called after anything that may have made room."""
+        """Place whatever admission lets through now; called when a request has ended on an engine, and now and then."""
         if self._pumping or not len(self.admission):
             return
         self._pumping = True
@@ -400,7 +400,6 @@ class Fleet:
         if worker.worker_id not in self.workers:
             return
         self.placer.on_snapshot(worker.snapshot(), self.kernel.now)
-        self._pump()
         for event in worker.engine.scheduler.kv.take_events():
             if isinstance(event, Stored):
                 self.index.store(worker.worker_id, event.keys, event.parent)
@@ -447,7 +446,9 @@ class Fleet:
             return
         size = load.blocks * target.info.block_size_tokens * target.info.kv_bytes_per_token
         start_s = max(now, source.adapter_free_s, target.adapter_free_s) if size else now
-        end_s = start_s + (target.spec.times.transfer_s(size) if size else 0.0)
+        # The slower side's adapters decide.
+        slower_s = max(side.spec.times.transfer_s(size) for side in (source, target))
+        end_s = start_s + slower_s if size else start_s
         if size:
             source.adapter_free_s = target.adapter_free_s = end_s
         self.kernel.at(end_s, self._load_over, target, load, (source, size), now)

@@ -45,12 +45,13 @@ class Result:
 
     @property
     def accelerators(self) -> float:
-        """Accelerators held, averaged over the run."""
-        specs = self.fleet.specs
+        """Accelerators held, averaged over the run; a replica that died held its own until then."""
         if self.scaler is not None and self.scaler.counted_s > 0:
-            held_s = self.scaler.log.held_s
+            held_s, specs = self.scaler.log.held_s, self.fleet.specs
             return sum(held_s[role] * spec.accelerators for role, spec in specs.items()) / self.scaler.counted_s
-        return float(sum(spec.accelerators * len(self.fleet.pool(role)) for role, spec in specs.items()))
+        duration_s = max(self.duration_s, 1e-9)
+        engines = [*self.fleet.workers.values(), *self.fleet.gone]
+        return sum(w.spec.accelerators * (w.lived_s(duration_s) / duration_s) for w in engines)
 
     def summary(self) -> dict[str, Any]:
         """Key figures, ready for JSON."""
@@ -60,7 +61,7 @@ class Result:
         for role, spec in fleet.specs.items():
             mine = [w for w in engines if w.info.role is role]
             counters = [w.engine.scheduler.counters for w in mine]
-            lived_s = sum((duration_s if w.left_s is None else w.left_s) - w.since_s for w in mine)
+            lived_s = sum(w.lived_s(duration_s) for w in mine)
             pools[role.value] = {
                 "engines": len(fleet.pool(role)),
                 "tp": spec.tp,
@@ -79,7 +80,8 @@ class Result:
             name = record.path.value if record.path else "none"
             paths[name] = paths.get(name, 0) + 1
         return {
-            **self.stats.summary(duration_s, self.accelerators),
+            # Where none was held there is no goodput of one.
+            **self.stats.summary(duration_s, self.accelerators or None),
             "accelerators": self.accelerators,
             "duration_s": duration_s,
             "paths": paths,

@@ -60,6 +60,11 @@ class SimWorker:
         scheduler = self.engine.scheduler
         return not (scheduler.running or scheduler.waiting_count or scheduler.leased)
 
+    def lived_s(self, until_s: float) -> float:
+        """How long it was there before `until_s`."""
+        left_s = until_s if self.left_s is None else min(self.left_s, until_s)
+        return max(0.0, left_s - self.since_s)
+
     def progressed(self) -> tuple[WorkerSnapshot, float] | None:
         """What a live engine has said meanwhile, in the middle of iterations that one event covers, and when."""
         progress = self.engine.progress()

@@ -15,12 +15,15 @@ from pydantic import Field, model_validator
 
 from cluster.config import Section
 
+# At an infinite rate time stands still; one that is no number gives no request.
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
 
 class Constant(Section):
     """Equal gaps of 1/rate."""
 
     process: Literal["constant"]
-    rate_per_s: float = Field(gt=0)
+    rate_per_s: Positive
 
     def times(self, rng: Random) -> Iterator[float]:
         return (i / self.rate_per_s for i in count())
@@ -33,7 +36,7 @@ class Poisson(Section):
     """Exponential gaps: many independent clients."""
 
     process: Literal["poisson"]
-    rate_per_s: float = Field(gt=0)
+    rate_per_s: Positive
 
     def times(self, rng: Random) -> Iterator[float]:
         t, rate = 0.0, self.rate_per_s
@@ -49,8 +52,8 @@ class Gamma(Section):
     """Gamma-distributed gaps with coefficient of variation `cv`: 1 is Poisson, above 1 comes in bursts."""
 
     process: Literal["gamma"]
-    rate_per_s: float = Field(gt=0)
-    cv: float = Field(3.0, gt=0, le=100)
+    rate_per_s: Positive
+    cv: Positive = Field(3.0, le=100)
 
     def times(self, rng: Random) -> Iterator[float]:
         shape = 1 / self.cv**2
@@ -68,9 +71,9 @@ class Diurnal(Section):
     """A Poisson process whose rate follows a sine: rate * (1 + amplitude * sin(2 pi (t / period + phase)))."""
 
     process: Literal["diurnal"]
-    rate_per_s: float = Field(gt=0, description="mean over a period")
+    rate_per_s: Positive = Field(description="mean over a period")
     amplitude: float = Field(0.8, ge=0, le=1)
-    period_s: float = Field(86_400, gt=0)
+    period_s: Positive = 86_400
     phase: float = Field(0.0, ge=0, lt=1, description="share of a period; 0.75 starts in the valley")
 
     def rate_at(self, t: float) -> float:
@@ -90,8 +93,8 @@ class Diurnal(Section):
 
 
 class Step(Section):
-    rate_per_s: float = Field(ge=0)
-    for_s: float = Field(gt=0)
+    rate_per_s: float = Field(ge=0, allow_inf_nan=False)
+    for_s: Positive
 
 
 class Steps(Section):
@@ -135,5 +138,6 @@ class Closed(Section):
     think_s: float = Field(0.0, ge=0, description="mean of an exponential pause between answer and next request")
 
 
-OpenProcess = Constant | Poisson | Gamma | Diurnal | Steps
+SteadyProcess = Constant | Poisson | Gamma
+OpenProcess = SteadyProcess | Diurnal | Steps
 Process = Annotated[OpenProcess | Closed, Field(discriminator="process")]

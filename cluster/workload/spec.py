@@ -77,7 +77,7 @@ class Workload(Section):
     name: str = "workload"
     description: str = ""
     seed: int = 0
-    duration_s: float | None = Field(None, gt=0, description="no arrivals after this time")
+    duration_s: float | None = Field(None, gt=0, allow_inf_nan=False, description="no arrivals after this time")
     requests: int | None = Field(None, ge=1, description="stop after this many arrivals")
     slo: SloConfig | None = None
     bounds: Bounds = Bounds()

@@ -140,11 +140,11 @@ class Replay(Section):
     format: Literal["mooncake", "azure", "auto"] = "auto"
     start_s: float = Field(0.0, ge=0)
     length_s: float | None = Field(None, gt=0)
-    speed: float = Field(1.0, gt=0)
-    rate_per_s: float | None = Field(None, gt=0)
-    keep: float = Field(1.0, gt=0, le=1)
-    spread_s: float = Field(0.0, ge=0)
-    token_scale: float = Field(1.0, gt=0)
+    speed: float = Field(1.0, gt=0, allow_inf_nan=False)
+    rate_per_s: float | None = Field(None, gt=0, allow_inf_nan=False)
+    keep: float = Field(1.0, gt=0, le=1, allow_inf_nan=False)
+    spread_s: float = Field(0.0, ge=0, allow_inf_nan=False)
+    token_scale: float = Field(1.0, gt=0, allow_inf_nan=False)
 
     @model_validator(mode="after")
     def _one_clock(self) -> Replay:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
+from cluster.config import ClusterConfig
 from cluster.errors import ConfigError, UserError
 from cluster.planner import experiment, report
-from cluster.planner.experiment import Case, Result, averaged
+from cluster.planner.experiment import Case, Measure, Result, averaged
 from cluster.planner.simulate import quantile
 from cluster.planner.timeline import chrome_trace, lanes, spans
+from cluster.workload.spec import Workload
 
 EXPERIMENTS = Path(__file__).resolve().parents[2] / "loadtests" / "experiments"
 
@@ -151,6 +156,10 @@ def test_a_combination_that_cannot_be_is_kept_with_its_reason(tmp_path: Path) ->
         ({"rates": [float("inf")]}, "rates.0: inf: input should be a finite number"),
         ({"rates": ["fast"]}, "rates.0: 'fast': input should be a valid number"),
         ({"cluster": {"engine": "kind"}}, "cluster.engine: 'kind' is not a mapping; leave it out"),
+        (
+            {"axes": {"x": {"a": {"cluster.autoscaling.policy": "goodput"}}}, "report": {}},
+            "cluster.autoscaling.policy: goodput: an experiment's clusters keep their size; leave it out",
+        ),
         ({"axes": {"x": {"a": {"workload.streams.one.weight": 1}}}, "report": {}}, "axes: workload.streams.one.weight"),
         ({"axes": {"x": {"a": {"workload.streams.7": 1}}}, "report": {}}, "axes: workload.streams.7: '7' is no index"),
         ({"axes": {"x": {"a": {"workload.streams.0.a": 1}}}, "report": {}}, "axes: workload.streams.0.a: 0 holds no"),
@@ -328,3 +337,43 @@ def test_the_packaged_trace_scenarios_can_be_experiments(tmp_path: Path) -> None
         content = {**SMALL, "workload": {"file": str(path)}, "axes": {}, "report": {}}
         _, workload = experiment.apply(experiment.load(_write(tmp_path, content)), [])
         assert next(iter(workload.arrivals())).prompt_tokens > 0
+
+
+def test_a_rate_that_the_processes_state_is_taken_at_their_word(tmp_path: Path) -> None:
+    """One seed's own rate is a few percent off, and every run would be."""
+    base = {k: v for k, v in SMALL["workload"].items() if k not in ("arrivals", "prompts")}
+    stream = {"prompts": SMALL["workload"]["prompts"]}
+
+    def rate(**workload: object) -> float:
+        return experiment.mean_rate(Workload.model_validate({**base, **workload}))
+
+    assert rate(arrivals={"process": "poisson", "rate_per_s": 5}, **stream) == 5
+    both = [{"arrivals": {"process": name, "rate_per_s": 2}, **stream} for name in ("gamma", "constant")]
+    assert rate(streams=both) == 4
+    (tmp_path / "t.csv").write_text(TRACE)
+    assert rate(trace={"path": str(tmp_path / "t.csv")}) == pytest.approx(1.0)
+    # A rate that changes has another mean over the run than over its whole period.
+    steps = [{"rate_per_s": 10, "for_s": 100}, {"rate_per_s": 1, "for_s": 900}]
+    assert rate(arrivals={"process": "steps", "steps": steps}, **stream) > 5
+
+
+def test_a_trace_of_one_instant_is_kept_with_its_reason(tmp_path: Path) -> None:
+    lines = TRACE.splitlines()
+    (tmp_path / "t.csv").write_text("\n".join([lines[0], *[lines[1]] * 3]))
+    content = {**SMALL, "workload": {"trace": {"path": "t.csv"}}, "axes": {}, "report": {}, "rates": []}
+    with pytest.raises(UserError, match="workload: all 3 requests arrive at once, which is no rate"):
+        experiment.run(experiment.load(_write(tmp_path, content)))
+
+
+def test_what_nobody_was_asked_is_left_out(tmp_path: Path) -> None:
+    @contextmanager
+    def unasked(config: ClusterConfig) -> Iterator[Measure]:
+        with experiment.simulated(config) as measure:
+            yield lambda workload, seed: replace(measure(workload, seed), preemptions=None)
+
+    content = {**SMALL, "rates": [2, 5], "axes": {}, "report": {"metrics": ["preemptions"]}}
+    spec = experiment.load(_write(tmp_path, content))
+    done, asked = experiment.run(spec, cluster=unasked), experiment.run(spec)
+    assert "preemptions" in asked.cases[0].evidence and "preemptions" not in done.cases[0].evidence
+    assert [row["preemptions"] for row in averaged(done.cases)] == [None, None]
+    assert report.write(done, tmp_path / "o", "x")

@@ -8,7 +8,10 @@ from dataclasses import replace
 
 import pytest
 
+from cluster.config import parse
+from cluster.engine.simulation.settings import engine_spec
 from cluster.errors import UserError
+from cluster.messages import Role
 from cluster.perf.fitting import StepSample, fit_steps, fit_transfer, residuals_of, variation_of
 from cluster.perf.profile import (
     Coefficients,
@@ -132,6 +135,17 @@ def test_a_mistake_beside_the_coefficients_is_one_line(tmp_path, more: dict, lin
     with pytest.raises(UserError, match=line) as caught:
         read_profile(path)
     assert "\n" not in str(caught.value)
+
+
+def test_a_profile_is_read_for_its_own_layout_alone(tmp_path) -> None:
+    path = tmp_path / "p.json"
+    write_profile(Profile(Coefficients(5e-3, 2e-5, 0.0, 1e-4, 1e-8), {"tp": 4}), path)
+    assert read_profile(path).provenance == read_profile(path, 4, 2).provenance == {"tp": 4}
+    raw = {"engine": {"kind": "simulated", "simulated": {"times": str(path)}}}
+    with pytest.raises(UserError, match=r"p.json was measured at tp=4 pp=1, not tp=1 pp=1; use that layout"):
+        engine_spec(parse(raw), Role.DECODE)
+    four = {"decode": {"layout": {"tp": 4}}}
+    assert engine_spec(parse({**raw, "pools": four}), Role.DECODE).times.step_s((), 1, 0) > 0
 
 
 def test_variation_is_what_each_batch_took_beside_the_fit() -> None:

@@ -94,6 +94,47 @@ def test_sliding_layers_stop_growing_at_the_window() -> None:
     assert shape.kv_bytes(4096) == 12 * per_layer * (4096 + 128)
 
 
+# What google/gemma-2-9b's config.json says; it has neither `layer_types` nor `tie_word_embeddings`.
+GEMMA2_9B = {
+    "model_type": "gemma2",
+    "num_hidden_layers": 42,
+    "hidden_size": 3584,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 256,
+    "intermediate_size": 14336,
+    "vocab_size": 256000,
+    "max_position_embeddings": 8192,
+    "sliding_window": 4096,
+}
+
+
+def test_every_second_layer_of_gemma_2_attends_to_all_tokens() -> None:
+    shape = from_config(GEMMA2_9B)
+    per_layer = 2 * 8 * 256 * 2
+    assert shape.kv_bytes(8192) == 21 * per_layer * (8192 + 4096)
+    assert shape.tied_embeddings and shape.params == pytest.approx(9_241_705_984, rel=1e-4)
+    assert not from_config({**GEMMA2_9B, "tie_word_embeddings": False}).tied_embeddings
+
+
+@pytest.mark.parametrize(
+    ("more", "windowed"),
+    [
+        ({"model_type": "gemma3_text"}, 35),
+        ({"model_type": "gemma3_text", "sliding_window_pattern": 2}, 21),
+        ({"model_type": "cohere2"}, 32),
+        ({"model_type": "gpt_oss"}, 21),
+        ({"model_type": "exaone4", "sliding_window_pattern": "LLLG"}, 32),
+        ({"model_type": "mistral"}, 42),
+        ({"model_type": "qwen2", "use_sliding_window": False}, 0),
+        ({"model_type": "gemma2", "sliding_window": None}, 0),
+        ({"model_type": "gemma2", "layer_types": ["sliding_attention"] * 42}, 42),
+    ],
+)
+def test_windows_follow_what_a_config_leaves_out(more: dict[str, object], windowed: int) -> None:
+    assert from_config({**GEMMA2_9B, **more}).sliding_layers == windowed
+
+
 def test_unknown_structures_are_refused_rather_than_summed_wrongly() -> None:
     with pytest.raises(UserError, match="layer type 'mamba'"):
         from_config({**_minimal(), "layer_types": ["mamba", "full_attention"]})

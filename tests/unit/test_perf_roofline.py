@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.errors import UserError
 from cluster.perf.hardware import hardware
-from cluster.perf.model_shape import model_shape
+from cluster.perf.model_shape import ModelShape, model_shape
 from cluster.perf.roofline import RooflineTimes
 
 MODELS = [model_shape(name) for name in ("llama-3.1-8b", "llama-3.1-70b", "qwen3-32b", "llama-2-7b")]
 H100 = hardware("H100")
+MIXTURE = ModelShape(
+    "mixture",
+    layers=60,
+    hidden=4096,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    intermediate=12288,
+    vocab=128_000,
+    max_context=8192,
+    experts=128,
+    experts_per_token=8,
+    expert_intermediate=1536,
+    shared_intermediate=1536,
+    dense_layers=3,
+)
 
 
 @settings(max_examples=60)
@@ -64,6 +82,22 @@ def test_a_decode_step_of_one_sequence_reads_the_weights_once() -> None:
     floor_s = shape.weight_bytes() / 4 / H100.hbm_bytes_per_s
     step_s = RooflineTimes(shape, H100, 4).step_s((), 1, 4096)
     assert floor_s < step_s < 1.6 * floor_s
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_a_mixture_reads_what_every_token_passes_whatever_the_experts(batch: int) -> None:
+    more = replace(MIXTURE, shared_intermediate=MIXTURE.shared_intermediate + 2048)
+    step_s, more_s = (RooflineTimes(shape, H100, 8).step_s((), batch, 0) for shape in (MIXTURE, more))
+    added_bytes = (more.params - MIXTURE.params) * 2
+    assert more_s - step_s == pytest.approx(added_bytes / 8 / (H100.hbm_bytes_per_s * H100.efficiency.hbm))
+
+
+def test_a_mixture_reads_all_its_experts_once_many_tokens_pass() -> None:
+    more = replace(MIXTURE, experts=2 * MIXTURE.experts, experts_per_token=2 * MIXTURE.experts_per_token)
+    step_s, more_s = (RooflineTimes(shape, H100, 8).step_s((), 300, 0) for shape in (MIXTURE, more))
+    added_bytes = (more.params - MIXTURE.params) * 2
+    read_s = added_bytes / 8 / (H100.hbm_bytes_per_s * H100.efficiency.hbm)
+    assert more_s - step_s == pytest.approx(read_s, rel=0.01)
 
 
 def test_a_long_prompt_stays_below_the_compute_peak() -> None:
@@ -124,8 +158,6 @@ def test_the_closed_form_of_a_decode_run_equals_its_steps(shape, batch, context,
 
 
 def test_more_bandwidth_never_hurts() -> None:
-    from dataclasses import replace
-
     shape = model_shape("llama-3.1-70b")
     for field in ("hbm_bytes_per_s",):
         faster = replace(H100, **{field: 2 * getattr(H100, field)})

@@ -134,7 +134,7 @@ def test_a_profile_rates_only_the_layout_it_was_measured_at(tmp_path) -> None:
     answer = Planner(_question(shape=QWEN, times="profile", profile=str(path))).search()
     assert {pool.layout.tp for entry in answer.rated for pool in entry.topology.pools} == {4}
     assert answer.impossible["H100 tp8"] == (
-        "profile: measured at tp=4 pp=1, not tp=8 pp=1; use that layout or --times roofline"
+        f"profile: {path} was measured at tp=4 pp=1, not tp=8 pp=1; use that layout or the roofline's times"
     )
     write_profile(Profile(Coefficients(5e-3, 2e-5, 0.0, 1e-4, 1e-8)), path)
     assert step_times("profile", QWEN, hardware("H100"), 8, profile=str(path)).step_s((), 1, 0) > 0

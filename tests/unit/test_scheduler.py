@@ -272,6 +272,23 @@ def test_an_abort_in_a_step_frees_its_blocks_after_the_step() -> None:
     assert s.queued_prefill_tokens == 0
 
 
+def test_what_runs_on_has_a_block_for_its_next_token() -> None:
+    s = scheduler()
+    sequence = Sequence("a", 16, 200)
+    s.add(sequence, 0.0)
+    first = s.schedule(0.0)
+    assert first is not None
+    s.complete(first)
+    step = s.schedule(0.0, 128)
+    assert step is not None
+    for _ in range(60):
+        s.advance(step, 1)
+        assert len(sequence.table) == -(-(sequence.computed + 1) // 16), "as a fresh schedule would hold"
+    s.complete(step)
+    drain(s)
+    assert s.kv.used_blocks == 0
+
+
 def test_speculation_gives_the_expected_tokens_a_step() -> None:
     """E = (1 - alpha^(k+1)) / (1 - alpha) (Leviathan et al., 2023)."""
     alpha, k = 0.7, 4

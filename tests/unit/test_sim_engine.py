@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 from cluster.engine.scheduler.config import Policy, Preemption, SchedulerConfig
+from cluster.engine.scheduler.sequence import Sequence
 from cluster.messages import Outcome, RequestRecord, Slo
 from cluster.perf.times import LinearTimes, StepTimes
+from cluster.sim.engine import SimEngine
 from cluster.sim.kernel import Kernel
 from cluster.sim.single import EngineRun, run_engine
 from cluster.workload.arrival import Arrival
@@ -58,6 +60,45 @@ def test_one_event_for_many_iterations_changes_nothing(policy: Policy, blocks: i
         assert record.itl_s == pytest.approx(other.itl_s, abs=1e-9)
     assert fast.engine.scheduler.counters == slow.engine.scheduler.counters
     assert fast.engine.busy_s == pytest.approx(slow.engine.busy_s)
+
+
+@pytest.mark.parametrize("max_repeats", [1, 128])
+@pytest.mark.parametrize(("leaves_s", "generated"), [(10.6, 9), (20.0, 18), (50.0, 48)])
+def test_who_comes_in_the_middle_of_an_iteration_is_in_the_next_whoever_leaves_it(
+    max_repeats: int, leaves_s: float, generated: int
+) -> None:
+    kernel = Kernel()
+    times = LinearTimes(fixed_s=1.0, per_sequence_s=0.0, per_prefill_token_s=0.0)
+    config = SchedulerConfig(1000, max_num_seqs=8, max_num_batched_tokens=512, prefix_caching=False)
+    engine = SimEngine(kernel, config, times, random.Random(0), lambda outputs: None, max_repeats=max_repeats)
+    stays, leaves, comes = Sequence("stays", 4, 50), Sequence("leaves", 4, 50), Sequence("comes", 4, 5)
+    engine.submit(stays)
+    engine.submit(leaves)
+    kernel.at(10.5, engine.submit, comes)
+    kernel.at(leaves_s, engine.abort, "leaves")
+    kernel.run()
+    assert comes.scheduled_s == 11.0
+    assert [at_s for at_s, _ in engine.token_times(comes)] == [12.0, 13.0, 14.0, 15.0, 16.0]
+    assert [at_s for at_s, _ in engine.token_times(stays)] == [float(at_s) for at_s in range(1, 51)]
+    assert leaves.generated == generated
+    assert engine.scheduler.kv.used_blocks == 0 and engine.busy_s == pytest.approx(50.0)
+
+
+@pytest.mark.parametrize("max_repeats", [1, 128])
+@pytest.mark.parametrize(("fault", "generated"), [("stop", 10), ("stall", 11)])
+def test_a_fault_takes_back_no_iteration(max_repeats: int, fault: str, generated: int) -> None:
+    """Who dies loses the iteration that runs; who stalls still ends it."""
+    kernel = Kernel()
+    times = LinearTimes(fixed_s=1.0, per_sequence_s=0.0, per_prefill_token_s=0.0)
+    engine = SimEngine(
+        kernel, SchedulerConfig(1000), times, random.Random(0), lambda outputs: None, max_repeats=max_repeats
+    )
+    sequence = Sequence("a", 4, 50)
+    engine.submit(sequence)
+    kernel.at(10.5, getattr(engine, fault))
+    kernel.run()
+    assert sequence.generated == generated and engine.busy_s == pytest.approx(generated)
+    assert [at_s for at_s, _ in engine.token_times(sequence)] == [float(i + 1) for i in range(generated)]
 
 
 def test_every_request_ends_once_with_all_its_tokens() -> None:
@@ -118,7 +159,6 @@ def test_block_seconds_balance() -> None:
     held: dict[str, list[tuple[float, int]]] = {}
 
     from cluster.engine.scheduler.scheduler import Scheduler
-    from cluster.engine.scheduler.sequence import Sequence
 
     s = Scheduler(config, LinearTimes(), random.Random(0))
     waiting: list[Arrival] = list(arrivals)

@@ -266,3 +266,40 @@ def test_one_file_describes_the_live_and_the_simulated_cluster() -> None:
     assert (prefill.max_num_seqs, decode.max_num_seqs) == (48, 96)
     assert (prefill.block_size_tokens, decode.block_size_tokens, decode.kv_blocks) == (32, 32, 77)
     assert prefill.max_num_batched_tokens == 4096
+
+
+@pytest.mark.parametrize("fault", ["kill", "stall"])
+def test_a_fault_in_a_long_step_leaves_what_single_iterations_leave(fault: str) -> None:
+    made = []
+    for max_repeats in (1, 128):
+        fleet = Fleet(config(0, 1), Options(max_repeats=max_repeats))
+        engine = fleet.workers["decode-0"].engine
+        fleet.kernel.at(0.0, fleet.arrive, Arrival(0.0, ((1, 100),), 400))
+        fleet.kernel.at(0.5, getattr(fleet, fault), "decode-0")
+        fleet.kernel.run(until_s=2.0)
+        made.append((engine.scheduler.counters.generated_tokens, engine.busy_s))
+    assert made[0] == pytest.approx(made[1])
+    assert 50 < made[0][0] < 110
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 4), (4, 1)])
+def test_kv_travels_as_fast_as_the_slower_side(prefill_tp: int, decode_tp: int) -> None:
+    """One adapter a rank, on both sides."""
+
+    def pool(tp: int) -> dict[str, Any]:
+        return {"layout": {"tp": tp}, "replicas": {"min": 1, "max": 1}}
+
+    cluster = parse(
+        {
+            "engine": {"kind": "simulated", "simulated": {"times": "roofline", "model": "llama-3.1-8b"}},
+            "model": {"max_model_len": 8192},
+            "pools": {"prefill": pool(prefill_tp), "decode": pool(decode_tp)},
+            "router": {"placement": {"conditional": False}},
+        }
+    )
+    result = simulate(cluster, [Arrival(0.0, ((1, 4000),), 4)])
+    (record,) = result.records
+    sides_s = {role: spec.times.transfer_s(record.transfer_bytes) for role, spec in result.fleet.specs.items()}
+    narrow = Role.PREFILL if prefill_tp < decode_tp else Role.DECODE
+    assert record.stage_s[Stage.KV_TRANSFER] == pytest.approx(sides_s[narrow])
+    assert sides_s[narrow] == max(sides_s.values()) > 3 * min(sides_s.values())

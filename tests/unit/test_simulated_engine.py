@@ -22,11 +22,12 @@ PROMPT = [7 * i % 1900 for i in range(100)]
 
 
 def config(**simulated: Any) -> Any:
-    on_failure = simulated.pop("on_failure", "recompute")
+    on_failure, pools = simulated.pop("on_failure", "recompute"), simulated.pop("pools", {})
     return parse(
         {
             "engine": {"kind": "simulated", "simulated": {"kv_blocks": 64, "max_model_len": 512, **simulated}},
             "kv_transfer": {"lease_s": 5, "on_failure": on_failure},
+            "pools": pools,
         }
     )
 
@@ -92,6 +93,19 @@ def test_a_handed_over_request_gives_the_tokens_of_one_engine() -> None:
         assert first.transfer_s == pytest.approx(d._spec.times.transfer_s(first.transfer_bytes))
         assert d.scheduler.counters.computed_prompt_tokens == 1
         assert p.scheduler.kv.used_blocks == d.scheduler.kv.used_blocks == 0
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("slow", [Role.PREFILL, Role.DECODE])
+def test_kv_travels_as_fast_as_the_slower_side(slow: Role) -> None:
+    async def main() -> None:
+        c = Cluster(pools={slow.value: {"simulated": {"linear": {"transfer_gb_per_s": 0.1, "transfer_fixed_ms": 3}}}})
+        engines = {role: await c.engine(role) for role in Role}
+        ticket = await c.prefill(engines[Role.PREFILL])
+        first = (await c.run(engines[Role.DECODE], serve("d", ticket=ticket)))[0]
+        assert first.transfer_s == pytest.approx(engines[slow]._spec.times.transfer_s(first.transfer_bytes))
+        assert first.transfer_s == pytest.approx(3e-3 + first.transfer_bytes / 1e8)
 
     run_virtual(main())
 

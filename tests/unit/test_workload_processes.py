@@ -7,10 +7,10 @@ from random import Random
 from statistics import fmean, pstdev
 
 import pytest
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from cluster.workload.lengths import Empirical, Fixed, Length, LogNormal, Uniform
-from cluster.workload.processes import Constant, Diurnal, Gamma, Poisson, Step, Steps
+from cluster.workload.processes import Constant, Diurnal, Gamma, Poisson, Process, Step, Steps
 
 
 def gaps(process, n: int = 20_000) -> list[float]:
@@ -34,6 +34,15 @@ def test_rate_and_variation(process, rate: float, cv: float) -> None:
     assert 1 / fmean(g) == pytest.approx(rate, rel=0.05)
     assert pstdev(g) / fmean(g) == pytest.approx(cv, rel=0.06, abs=1e-9)
     assert 1 / fmean(gaps(process.scaled(2.5))) == pytest.approx(2.5 * rate, rel=0.05)
+
+
+@pytest.mark.parametrize("rate", [float("inf"), float("nan")])
+@pytest.mark.parametrize("process", ["constant", "poisson", "gamma", "diurnal"])
+def test_a_rate_is_a_finite_number(process: str, rate: float) -> None:
+    with pytest.raises(ValidationError, match="finite number"):
+        TypeAdapter(Process).validate_python({"process": process, "rate_per_s": rate})
+    with pytest.raises(ValidationError, match="finite number"):
+        Step(rate_per_s=rate, for_s=1)
 
 
 def test_diurnal_follows_its_sine() -> None:

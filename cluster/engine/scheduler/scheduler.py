@@ -206,9 +206,33 @@ class Scheduler:
         return step
 
     def complete(self, step: Step, repeats: int = 1) -> list[Output]:
-        """The first `repeats` iterations of the step have passed. Outputs are in rank order."""
-        assert step is self._in_flight and 1 <= repeats <= step.repeats
+        """The first `repeats` iterations of the step have passed, and no other is run. Outputs are in rank order."""
+        outputs = self._pass(step, repeats)
         self._in_flight = None
+        for sequence in self._ended_in_flight:
+            self.kv.release(sequence.table)
+        self._ended_in_flight.clear()
+        return outputs
+
+    def advance(self, step: Step, repeats: int) -> None:
+        """The first `repeats` iterations have passed; what is left of the step runs on, with those who are in it.
+
+        That is no news for others: in a step of several iterations nobody gets a first token, nor a last one before its
+        last iteration.
+        """
+        assert repeats < step.repeats
+        self._pass(step, repeats)
+        for sequence in step.decodes:
+            if sequence.state is State.RUNNING:
+                # As `schedule` does: the iteration that runs writes one more token.
+                grown = self.kv.grow(sequence.table, self._blocks(sequence.computed + 1))
+                assert grown, "a repeated step outgrew the KV memory that was checked for it"
+        step.decode_context_tokens += repeats * len(step.decodes)
+        del step.durations_s[:repeats]
+
+    def _pass(self, step: Step, repeats: int) -> list[Output]:
+        """What the first iterations of the running step have computed."""
+        assert step is self._in_flight and 1 <= repeats <= step.repeats
         counters = self.counters
         first_step = counters.steps
         counters.steps += repeats
@@ -249,9 +273,6 @@ class Scheduler:
         if self.config.policy is Policy.STATIC:
             useful = len(step.decodes) + len(step.chunks)
             counters.padded_slot_steps += repeats * max(self._batch_slots - useful, 0)
-        for sequence in self._ended_in_flight:
-            self.kv.release(sequence.table)
-        self._ended_in_flight.clear()
         return outputs
 
     # -- parts of schedule -------------------------------------------------------------------------------------

@@ -95,7 +95,8 @@ class HostSlowdownSettings(Section):
 class SimulatedSettings(Section):
     """
     Attributes:
-        times: `linear`, `roofline` (hardware and model), or the path of a profile that `pdserve fit` wrote.
+        times: `linear`, `roofline` (hardware and model), or the path of a profile that `pdserve fit` wrote. A line and
+            a profile are of a whole replica, with all its ranks; the roofline knows no data-parallel ranks.
         hardware, model, weight_dtype, kv_dtype, link: of the roofline; dtypes below 16 bits are quantization.
         kv_blocks, kv_bytes_per_token: default: what the roofline's device has left beside the weights.
         startup_s: from creation to ready.
@@ -213,6 +214,12 @@ def engine_spec(config: ClusterConfig, role: Role) -> EngineSpec:
     if settings.times == "linear":
         times = settings.linear.times()
     elif settings.times == "roofline":
+        if layout.dp > 1:
+            raise ConfigError(
+                f"pools.{role.value}.layout.dp",
+                f"{layout.dp}: the roofline knows no data-parallel ranks",
+                "use as many replicas, or a profile of such a replica (simulated.times: FILE)",
+            )
         shape, device = model_shape(settings.model), hardware(settings.hardware)
         times = RooflineTimes(
             shape,
@@ -226,7 +233,7 @@ def engine_spec(config: ClusterConfig, role: Role) -> EngineSpec:
         kv_bytes = settings.kv_bytes_per_token or shape.kv_bytes_per_token(1, 1, settings.kv_dtype)
         kv_blocks = settings.kv_blocks or _kv_blocks(shape, settings, layout.tp, layout.pp, role)
     else:
-        times = read_profile(settings.times).times()
+        times = read_profile(settings.times, layout.tp, layout.pp).times()
     speculation = settings.speculation
     scheduler = SchedulerConfig(
         kv_blocks=kv_blocks,
