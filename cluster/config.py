@@ -71,6 +71,11 @@ class LayoutConfig(Section):
     pp: int = Field(1, ge=1, le=64)
     dp: int = Field(1, ge=1, le=1024, description="attention-data-parallel ranks inside one replica (MoE models)")
 
+    @property
+    def ranks(self) -> int:
+        """Engine ranks of one replica, each with weights and KV of its own."""
+        return self.tp * self.pp * self.dp
+
 
 class ReplicasConfig(Section):
     min: int = Field(1, ge=0, le=4096)
@@ -134,10 +139,14 @@ class PlacementConfig(Section):
 
 
 class AdmissionConfig(Section):
-    max_queue: int = Field(1024, ge=1)
+    max_queue: int = Field(
+        1024, ge=1, description="requests that may wait, over all routers: each keeps an even share of them"
+    )
     reject_unattainable: bool = False
     retry_after_s: float = Field(1.0, gt=0)
-    tenant_tokens_per_s: float | None = Field(None, gt=0)
+    tenant_tokens_per_s: float | None = Field(
+        None, gt=0, description="prompt and expected output tokens of one tenant, over all routers like max_queue"
+    )
     late_last: bool = Field(
         True, description="requests that would miss their TTFT limit anyway wait behind those that can still keep it"
     )
@@ -161,6 +170,10 @@ class TenantsConfig(Section):
     operators: list[str] = Field(
         ["operator"],
         description="tenants that may read /pdserve/status and /pdserve/records; all may where none are told apart",
+    )
+    priority_min: int = Field(
+        0,
+        description="where tenants are told apart, a smaller `priority` of a body counts as this, except operators'",
     )
 
 
@@ -205,7 +218,12 @@ class RouterConfig(Section):
 
 class KvTransferConfig(Section):
     connector: Literal["nixl"] = "nixl"
-    lease_s: float = Field(30, ge=1, le=3600, description="backstop only: the open call is the lease")
+    lease_s: float = Field(
+        30,
+        ge=1,
+        le=3600,
+        description="the connector's lease, renewed while decode waits; backstop only: the open call is the lease",
+    )
     on_failure: Literal["recompute", "fail"] = "recompute"
     tp_pairs: Literal["tested", "connector"] = Field(
         "tested", description="which TP pairs to allow: those with tests, or all that the connector accepts"

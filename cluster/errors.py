@@ -15,7 +15,7 @@
         └── Cancelled                499, the client left
 
 `retryable` says whether another worker may give a different result. Foreign errors (Ray's, vLLM's) are
-translated once: Ray's in `router/transport.py`, vLLM's in `cluster/engine/vllm.py`.
+translated once: Ray's in `router/transport.py`, vLLM's in `cluster/engine/vllm/`.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def replica_layout(config: ClusterConfig, role: Role, *, on_cpu: bool) -> Replic
         ConfigError: a layout that no node can hold.
     """
     pool, layout = config.pool(role), config.pool(role).layout
-    world = layout.tp * layout.pp * layout.dp
+    world = layout.ranks
     ray_type = pool.accelerator in RAY_ACCELERATOR_TYPES
     uses_gpu = not on_cpu or ray_type
     per_node = _per_node(pool)

@@ -11,19 +11,24 @@ and while decode has no room for the result (so that prefill does not compute KV
    gone; this way all that the engines can do is done in time. The late ones get what time is left, and one place of 32
    once the oldest has waited `starvation_s`.
 4. A request whose KV does not fit yet is passed over until it has waited `starvation_s`; then all others wait for it.
+5. A request whose engine has its queue (the one that holds its prefix, say) is passed over by those for other engines,
+   and by none for the same one. What waits ahead of it for that engine counts like the engine's own queue, so it goes
+   elsewhere once that takes less time. With a queue on every engine that computes prompts nobody goes.
 
 Refused: more than `max_queue` waiting (503; the newest request of the tenant that waits with the most makes room for a
 tenant that waits with fewer), a tenant beyond its token budget (429), and, if `reject_unattainable`, a request whose
 deadline no pair of engines can meet any more (503; on arrival, or when its turn has come too late). Each comes with the
-time after which a retry makes sense.
+time after which a retry makes sense. What no engine can ever hold is refused with 400.
 
 Pure: `now` is an argument; the caller places what `offer` or `next` lets through before it asks again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Protocol
 
 from cluster.config import AdmissionConfig
@@ -33,7 +38,11 @@ from router.fair_queue import FairQueue, Waiting
 BURST_S = 10.0
 """A tenant that was idle may spend this many seconds of its budget at once."""
 PASSED_OVER = 8
-"""Requests that do not fit which `next` looks past."""
+"""Requests that may not go which `next` asks for: each costs a prediction, on the event loop."""
+LOOKED_AT = 128
+"""Requests of one priority that `next` looks at; most of those that wait for a busy engine cost no prediction."""
+AS_BEFORE = 0.1
+"""Of the backlog that an engine may have: a change of its queue below this is none."""
 LATE_BACKLOG = 0.1
 """Of the backlog that an engine may have for others, what it may have for a late request: it takes the time that
 nobody in time needs, and leaves no queue to those that come next."""
@@ -52,6 +61,9 @@ class Forecast:
         room_s: until the decode engine has room for it.
         ttft_s: until its first token.
         output_tokens: expected length of the answer.
+        worker: the engine that would compute its prompt.
+        least_wait_s: work on the engine that has the least of it, of those that compute prompts; infinite where that
+            is the only one.
     """
 
     wait_s: float
@@ -59,12 +71,18 @@ class Forecast:
     room_s: float
     ttft_s: float
     output_tokens: float
+    worker: str = ""
+    least_wait_s: float = math.inf
 
 
 class Gate(Protocol):
     """What admission asks of placement; `router.placement.Placer` is one."""
 
-    def forecast(self, request: Request, now: float) -> Forecast | Rejection: ...
+    def forecast(
+        self, request: Request, now: float, ahead_s: Mapping[str, float] | None = None
+    ) -> Forecast | Rejection:
+        """`ahead_s`: by engine, where others wait here for it: the work before this request with theirs."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +106,16 @@ class Refusal:
     rejection: Rejection
 
 
+def share_of(config: AdmissionConfig, routers: int) -> AdmissionConfig:
+    """The limits of one of so many routers: they tell each other nothing, and requests are spread over them evenly."""
+    rate = config.tenant_tokens_per_s
+    share = {
+        "max_queue": -(-config.max_queue // routers),
+        "tenant_tokens_per_s": None if rate is None else rate / routers,
+    }
+    return config.model_copy(update=share)
+
+
 @dataclass(slots=True)
 class _Bucket:
     """A token bucket that may go into debt once: a prompt larger than the burst is possible, then the tenant waits."""
@@ -98,6 +126,47 @@ class _Bucket:
     def refill(self, rate: float, now: float) -> None:
         self.tokens = min(rate * BURST_S, self.tokens + rate * (now - self.at_s))
         self.at_s = now
+
+
+@dataclass(slots=True)
+class _Look:
+    """What one walk along the queue has learnt of the engines.
+
+    Attributes:
+        same_s: changes below this are none.
+        ahead_s: by engine that has its queue: the work before the next request for it, with those passed over.
+        not_idle: engines with too much work for a late request.
+        least_s: work on the engine that has the least.
+        no_room: a late request did not fit, so none does.
+        none_idle: every engine has too much work for a late request.
+    """
+
+    same_s: float
+    ahead_s: dict[str, float] = field(default_factory=dict)
+    not_idle: set[str] = field(default_factory=set)
+    least_s: float = 0.0
+    no_room: bool = False
+    none_idle: bool = False
+
+    def ends_late(self, owed: bool) -> bool:
+        """Whether no late request can go; one that is `owed` a place may have time that others need."""
+        return self.no_room or (self.none_idle and not owed)
+
+    def still_queues(self, known: Forecast | None, spare: bool) -> bool:
+        """Whether a request may not go because nothing is better than at its last forecast, if `known`.
+
+        Args:
+            spare: it may only have time that nobody else needs.
+        """
+        if known is None or self.least_s < known.least_wait_s - self.same_s:
+            return False
+        ahead = self.ahead_s.get(known.worker)
+        if ahead is None:
+            return spare and known.worker in self.not_idle
+        if ahead > known.wait_s + self.same_s:
+            return False
+        self.ahead_s[known.worker] = ahead + known.ready_s - known.wait_s
+        return True
 
 
 class Admission:
@@ -117,7 +186,11 @@ class Admission:
         self._waiting: dict[str, Waiting] = {}
         self._tenants: dict[str, int] = {}
         self._refusals: list[Refusal] = []
+        self._known: dict[str, Forecast] = {}
+        """By request that was passed over because of its engine's queue: its last forecast."""
+        self._asked = 0
         self._buckets: dict[str, _Bucket] = {}
+        self._favoured: int | None = None
         self._favoured_last = False
         # How fast the queue drains while it is not empty: fading sums of tokens and seconds.
         self._drained_tokens = self._drained_s = 0.0
@@ -171,6 +244,7 @@ class Admission:
         if not self._waiting:
             self._taken_at_s = None
             return None
+        self._asked = 0
         found, again = self._look(now)
         while again:
             found, again = self._look(now)
@@ -178,21 +252,44 @@ class Admission:
 
     def _look(self, now: float) -> tuple[Request | None, bool]:
         """The request to place now; where there is none, whether some fell behind, so that the order is another."""
-        passed, fell = 0, False
-        for waiting in self._in_order(now):
-            forecast = self._gate.forecast(waiting.request, now)
-            if isinstance(forecast, Rejection) or self._only_queues(forecast):
-                return None, False  # as it would be with the next one
-            if self._falls_behind(waiting, forecast, now):
+        look, fell = _Look(AS_BEFORE * self._backlog_s), False
+        for waiting in self._in_order(now, look):
+            request = waiting.request
+            if self._falls_behind(waiting, 0.0, now):  # whatever an engine could do
                 fell = True
                 continue
-            if waiting.late and not self._may_fill(waiting, forecast, now):
+            spare = waiting.late and not self._owes_late(request.priority, now)
+            if look.still_queues(self._known.get(request.request_id), spare):
+                continue
+            if self._asked > PASSED_OVER:
+                return None, False
+            self._asked += 1
+            forecast = self._gate.forecast(request, now, look.ahead_s)
+            if isinstance(forecast, Rejection):
+                if forecast.status >= 500:
+                    return None, False  # no engine is ready: as it would be with the next one
+                self._refusals.append(self._refuse(waiting, forecast))
+                continue
+            look.least_s = forecast.least_wait_s
+            if self._only_queues(forecast.wait_s):
+                if self._only_queues(forecast.least_wait_s):
+                    return None, False  # as it would be with the next one
+                look.ahead_s[forecast.worker] = forecast.ready_s
+                self._known[request.request_id] = forecast
+                continue
+            if self._falls_behind(waiting, forecast.ttft_s, now):
+                fell = True
+                continue
+            if spare and self._only_queues(forecast.wait_s, LATE_BACKLOG):
+                look.none_idle = self._only_queues(forecast.least_wait_s, LATE_BACKLOG)
+                look.not_idle.add(forecast.worker)
+                self._known[request.request_id] = forecast
                 continue
             if self._open(forecast):
                 self._take(waiting, now)
-                return waiting.request, False
-            passed += 1
-            if passed > PASSED_OVER or now - waiting.since_s >= self.config.starvation_s:
+                return request, False
+            look.no_room |= waiting.late
+            if now - waiting.since_s >= self.config.starvation_s:
                 return None, False
         return None, fell
 
@@ -222,24 +319,32 @@ class Admission:
     def _active(self) -> list[int]:
         return sorted(p for p, c in self._classes.items() if c.size)
 
-    def _in_order(self, now: float) -> Iterator[Waiting]:
-        """Waiting requests, the one whose turn it is first."""
+    def _in_order(self, now: float, look: _Look) -> Iterator[Waiting]:
+        """Waiting requests, the one whose turn it is first; of the late ones as many as may find time."""
         ready = self._active()
+        self._favoured = None
         if not self._favoured_last:
             oldest = {p: self._classes[p].oldest_s() for p in ready[1:]}
             starving = [(s, p) for p, s in oldest.items() if s is not None and now - s >= self.config.starvation_s]
             if starving:
-                favoured = min(starving)[1]
-                ready.remove(favoured)
-                ready.insert(0, favoured)
+                self._favoured = min(starving)[1]
+                ready.remove(self._favoured)
+                ready.insert(0, self._favoured)
         for priority in ready:
-            yield from self._classes[priority].in_order(now, self.config.starvation_s, PASSED_OVER)
+            queue = self._classes[priority]
+            if self._owes_late(priority, now):
+                yield from islice(queue.late.in_order(), 1)
+            yield from islice(queue.in_time.in_order(), LOOKED_AT)
+            for waiting in islice(queue.late.in_order(), LOOKED_AT):
+                if look.ends_late(self._owes_late(priority, now)):
+                    break
+                yield waiting
 
-    def _falls_behind(self, waiting: Waiting, forecast: Forecast, now: float) -> bool:
+    def _falls_behind(self, waiting: Waiting, ttft_s: float, now: float) -> bool:
         """Whether its turn has come too late for its first token; then it is refused, or others go before it."""
         if waiting.late or not (self.config.late_last or self.config.reject_unattainable):
             return False
-        if now - waiting.request.arrival_s + forecast.ttft_s <= waiting.request.slo.ttft_s:
+        if now - waiting.request.arrival_s + ttft_s <= waiting.request.slo.ttft_s:
             return False
         if self.config.reject_unattainable:
             self._refusals.append(self._refuse_late(waiting))
@@ -247,20 +352,19 @@ class Admission:
             self._classes[waiting.request.priority].set_late(waiting)
         return True
 
-    def _may_fill(self, waiting: Waiting, forecast: Forecast, now: float) -> bool:
-        """Whether a late request may go: into time that nobody else needs, or because it has waited too long."""
-        if not self._only_queues(forecast, LATE_BACKLOG):
-            return True
-        return self._classes[waiting.request.priority].owes_late(now, self.config.starvation_s)
+    def _owes_late(self, priority: int, now: float) -> bool:
+        return self._classes[priority].owes_late(now, self.config.starvation_s)
 
     def _refuse_late(self, waiting: Waiting) -> Refusal:
+        return self._refuse(waiting, Rejection(503, "the TTFT limit passed in the queue", self.config.retry_after_s))
+
+    def _refuse(self, waiting: Waiting, rejection: Rejection) -> Refusal:
         self._leave(waiting)
         self._refund(waiting)
-        rejection = Rejection(503, "the TTFT limit passed in the queue", self.config.retry_after_s)
         return Refusal(waiting.request, rejection)
 
     def _take(self, waiting: Waiting, now: float) -> None:
-        self._favoured_last = waiting.request.priority > self._active()[0]
+        self._favoured_last = waiting.request.priority == self._favoured
         self._classes[waiting.request.priority].take(waiting)
         self._forget(waiting)
         if self._taken_at_s is not None:
@@ -275,6 +379,7 @@ class Admission:
     def _forget(self, waiting: Waiting) -> None:
         tenant = waiting.request.tenant
         del self._waiting[waiting.request.request_id]
+        self._known.pop(waiting.request.request_id, None)
         left = self._tenants[tenant] - 1
         if left:
             self._tenants[tenant] = left
@@ -285,10 +390,10 @@ class Admission:
 
     def _open(self, forecast: Forecast) -> bool:
         """Whether it may go: it would not only queue, and decode has room by the time its prompt is computed."""
-        return not self._only_queues(forecast) and forecast.room_s <= forecast.ready_s
+        return not self._only_queues(forecast.wait_s) and forecast.room_s <= forecast.ready_s
 
-    def _only_queues(self, forecast: Forecast, share: float = 1.0) -> bool:
-        return forecast.wait_s > share * self._backlog_s
+    def _only_queues(self, wait_s: float, share: float = 1.0) -> bool:
+        return wait_s > share * self._backlog_s
 
     def _too_late(self, request: Request, forecast: Forecast | Rejection, wait: float, now: float) -> Rejection | None:
         if not self.config.reject_unattainable or isinstance(forecast, Rejection):
@@ -323,10 +428,8 @@ class Admission:
         if self._tenants[largest] <= self._tenants.get(tenant, 0) + 1:
             return Rejection(503, f"{self.config.max_queue} requests wait already", retry)
         newest = next(w for w in reversed(self._waiting.values()) if w.request.tenant == largest)
-        self._leave(newest)
-        self._refund(newest)
         reason = f"{self.config.max_queue} requests wait already, most of them of tenant {largest!r}"
-        self._refusals.append(Refusal(newest.request, Rejection(503, reason, retry)))
+        self._refusals.append(self._refuse(newest, Rejection(503, reason, retry)))
         return None
 
     @staticmethod
@@ -349,7 +452,7 @@ class Admission:
         if bucket.tokens >= needed:
             return None
         retry = max(self.config.retry_after_s, (needed - bucket.tokens) / rate)
-        return Rejection(429, f"tenant {tenant!r} is beyond its {rate:g} tokens per second", retry)
+        return Rejection(429, f"tenant {tenant!r} is beyond its {rate:g} tokens per second on this router", retry)
 
     def _charge(self, tenant: str, cost: float) -> None:
         if tenant in self._buckets:

@@ -26,7 +26,7 @@ from cluster.messages import RequestRecord, Role, WorkerInfo
 from cluster.models.resolve import resolve
 from cluster.node import node_ip
 from kv_transfer.settings import TICKET_REQUEST
-from router.admission import Admission
+from router.admission import Admission, share_of
 from router.decision_file import watch
 from router.dispatcher import Dispatcher
 from router.gateway.auth import OPERATOR_PATHS
@@ -102,7 +102,9 @@ class Router:
             on_record=self._on_record,
             clock=time.monotonic,
             rng=random.Random(),
-            admission=Admission(self._config.router.admission, self.placer, slo.ttft_s),
+            admission=Admission(
+                share_of(self._config.router.admission, self._config.router.replicas), self.placer, slo.ttft_s
+            ),
         )
         self.telemetry = Telemetry(
             self._config, self.metrics, self.dispatcher, self.placer, time.monotonic, self._index_gauges
@@ -111,7 +113,7 @@ class Router:
         self._tracing = tracing.create(self._config.tracing, self._config.name)
         self._events: KvEventReader | None = None
         self.warmup = Warmup(self.dispatcher, self._router_id, vllm_config.model_config.get_vocab_size(), tp_pairs)
-        self.dispatcher.worker_listeners += [self._follow_events, self.warmup.on_worker]
+        self.dispatcher.members.listeners += [self._follow_events, self.warmup.on_worker]
         host = self._config.network.host or node_ip()
         await self.transport.start(self.dispatcher, self._router_id, host)
         self._openai = await build_openai_app(self.client, self._server_arguments(model.path))

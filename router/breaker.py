@@ -101,6 +101,10 @@ class Breaker:
         self.opened += 1
         return True
 
+    def forget(self, key: Key) -> None:
+        """What was held against the key is void."""
+        self._entries.pop(key, None)
+
     def seen(self, worker_id: str, incarnation: str) -> bool:
         """A worker reports itself. Returns True if it is another incarnation than before: its keys are forgotten."""
         known = self._incarnations.get(worker_id)

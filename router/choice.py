@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -27,6 +28,7 @@ class Question:
             this request.
         output_tokens, context_tokens: expected length of the answer; prompt plus half of it.
         shared_tokens, fan_out: the prefix that others go on from differently, 0 if there is none; in how many ways.
+        ahead_s: prefill work before it on engines for which others wait in the router, those included; None elsewhere.
     """
 
     request: Request
@@ -36,6 +38,12 @@ class Question:
     context_tokens: float
     shared_tokens: int = 0
     fan_out: int = 0
+    ahead_s: Mapping[str, float] | None = None
+
+    @property
+    def one_token(self) -> bool:
+        """A prefill engine serves it whole: the step that ends the prompt samples its only token."""
+        return self.request.max_output_tokens == 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ For a prefill engine p, a decode engine d and a prompt whose first m_p tokens p 
 
 `wait` is a queue of prefill work (and of KV that leases must give back), `room_d` the wait for free sequences and KV
 blocks. All but the transfer's distance is a term of p plus a term of d, so the best pair takes one pass over each pool.
+An answer of one token is the prefill engine's own: it is there at wait_p + prefill_p.
 
 Shared prefixes. Where a prompt leaves what others hold at a point from which `fan_out` prompts go on differently, the
 prefix up to there will be used about as often again (Lindy). An engine that lacks it computes it once for all of those,
@@ -24,7 +25,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from cluster.messages import Outcome, Path, Request, RequestRecord, Stage
@@ -67,10 +68,18 @@ def prefill_s(worker: WorkerLoad, new: int, context: int) -> float:
 
 
 def decode_blocks(worker: WorkerLoad, request: Request, output_tokens: float, matched_tokens: int) -> int:
-    """KV blocks that the request will take on a decode engine beyond those it already holds."""
+    """KV blocks that the request will take on a decode engine beyond those it already holds.
+
+    At most all of them: choices are sequences of their own, and those that find no room wait in the engine.
+    """
     block = worker.block
     tokens = request.prompt_tokens + request.n * int(output_tokens)
-    return (tokens + block - 1) // block - matched_tokens // block
+    return min((tokens + block - 1) // block, worker.info.kv_total_blocks) - matched_tokens // block
+
+
+def never_fits(worker: WorkerLoad, prompt_tokens: int) -> bool:
+    """Whether one sequence is too much for an empty engine: the prompt's blocks, and one to go on in."""
+    return -(-prompt_tokens // worker.block) + 1 > worker.info.kv_total_blocks
 
 
 class CostModel:
@@ -108,9 +117,14 @@ class CostModel:
         return Question(request, matched, cached, output, context, shared_tokens, fan_out)
 
     def observe(self, record: RequestRecord, prefill: WorkerLoad | None, decode: WorkerLoad | None) -> None:
-        """Learn output lengths, and how much longer than modelled transfers over a distance take."""
+        """Learn output lengths, and how much longer than modelled transfers over a distance take.
+
+        A request that moved after its first token names the pair that ended it, while its transfer is the first pair's.
+        """
         if record.output_tokens and record.outcome is Outcome.DONE:
             self.output_tokens.add(record.output_tokens)
+        if record.migrations:
+            return
         measured = record.stage_s.get(Stage.KV_TRANSFER)
         if prefill is None or decode is None or not measured or not record.transfer_bytes:
             return
@@ -126,7 +140,7 @@ class CostModel:
     ) -> Choice | None:
         """The best pair; None if no decode engine can ever hold the request."""
         waits = self._sources(q, prefills, now)
-        _, index, best = _draw(waits, prefills, now, rng)
+        _, index, best = _draw(waits, prefills, now, rng, q.ahead_s)
         near = self._nearest(prefills, waits, index, best)
         far = self.factor(Distance.FAR)
         request, slo_tpot = q.request, q.request.slo.tpot_s
@@ -172,6 +186,19 @@ class CostModel:
         work = prefill_s(p, prompt - cached, cached)
         return Choice(Path.SPLIT, decodes[sink], p, best + own, tpot, cached, work, bool(candidates))
 
+    def one_token(
+        self, q: Question, prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], now: float, rng: random.Random
+    ) -> Choice | None:
+        """The best prefill engine for a request that it serves whole; None if no engine can ever hold the prompt.
+
+        A placement names a decode engine; that one never hears of it.
+        """
+        prefills = [p for p in prefills if not never_fits(p, q.request.prompt_tokens)]
+        if not prefills:
+            return None
+        _, index, _ = _draw(self._sources(q, prefills, now), prefills, now, rng, q.ahead_s)
+        return self.predict(q, prefills[index], decodes[0], now, Path.SPLIT)
+
     def local(
         self, q: Question, decodes: Sequence[WorkerLoad], now: float, rng: random.Random, forced: Path | None
     ) -> Choice | None:
@@ -182,7 +209,7 @@ class CostModel:
         request, slo_tpot = q.request, q.request.slo.tpot_s
         prompt, n, context, output = request.prompt_tokens, request.n, q.context_tokens, q.output_tokens
         tokens = prompt + n * int(output)
-        cached_of, held = q.cached.get, q.matched.get
+        cached_of, held, ahead_s = q.cached.get, q.matched.get, q.ahead_s
         works: dict[tuple[int, int], tuple[float, int, float]] = {}
         candidates: list[tuple[float, int, float, float, float]] = []
         outside: list[tuple[float, int, float, float, float]] = []
@@ -205,6 +232,8 @@ class CostModel:
             if forced is None and work / chunks + step > limit:
                 continue
             wait = d.free_s - now if d.free_s > now else 0.0
+            if ahead_s:
+                wait = ahead_s.get(d.name, wait)
             block = d.block
             if (tokens + block - 1) // block - held(d.name, 0) // block > d.free_blocks or n > d.free_sequences:
                 room = self.room_s(d, q)
@@ -219,7 +248,7 @@ class CostModel:
             ttft = wait + work + chunks * step
             (candidates if tpot <= limit else outside).append((ttft - shared, i, ttft, tpot, work))
         if candidates:
-            _, index, ttft, tpot, work = _draw(candidates, decodes, now, rng)
+            _, index, ttft, tpot, work = _draw(candidates, decodes, now, rng, ahead_s)
         elif forced is not None and outside:
             _, index, ttft, tpot, work = min(outside, key=lambda c: (c[0], rng.random()))
         else:
@@ -243,6 +272,8 @@ class CostModel:
             return Choice(path, d, None, ttft, tpot, cached, work, tpot <= limit)
         ready = self._sources(q, [p], now)[0][2]
         cached = q.cached.get(p.name, 0)
+        if q.one_token:
+            return Choice(path, d, p, ready, 0.0, cached, prefill_s(p, prompt - cached, cached), inside_tpot=True)
         missing = prompt - q.matched.get(d.name, 0)
         transfer = d.times.transfer_s(missing * d.info.kv_bytes_per_token) * self.factor(distance(p, d))
         tpot = with_local_prefill(d.step_s(q.context_tokens), d.local_share(now))
@@ -281,16 +312,16 @@ class CostModel:
     # -- terms ----------------------------------------------------------------------------------------------------
 
     def room_s(self, d: WorkerLoad, q: Question) -> float:
-        """Wait until d has sequences and KV for this request; infinite if it never can.
+        """Wait until d has sequences and KV for this request, or is empty; infinite if it can never hold the prompt.
 
         Running sequences end at a rate of running / (mean output x step), each giving back its share of the KV.
         """
-        sequences = q.request.n
+        if never_fits(d, q.request.prompt_tokens):
+            return math.inf
+        sequences = min(q.request.n, d.info.max_num_seqs)
         blocks = decode_blocks(d, q.request, q.output_tokens, q.matched.get(d.name, 0))
         if blocks <= d.free_blocks and sequences <= d.free_sequences:
             return 0.0
-        if blocks > d.info.kv_total_blocks or sequences > d.info.max_num_seqs:
-            return math.inf
         running = max(1, d.sequences)
         excess_blocks = (blocks - d.free_blocks) * running / max(1, d.used_blocks)
         ending = max(float(sequences - d.free_sequences), excess_blocks, 1.0)
@@ -304,7 +335,7 @@ class CostModel:
 
     def _sources(self, q: Question, prefills: Sequence[WorkerLoad], now: float) -> list[tuple[float, int, float]]:
         """(rank, position, time until the prompt is computed there) for each prefill engine."""
-        prompt, cached_of = q.request.prompt_tokens, q.cached.get
+        prompt, cached_of, ahead_s = q.request.prompt_tokens, q.cached.get, q.ahead_s
         works: dict[tuple[int, int], tuple[float, float]] = {}
         waits = []
         for i, p in enumerate(prefills):
@@ -315,8 +346,10 @@ class CostModel:
                 ready = prefill_s(p, prompt - cached, cached)
                 known = works[key] = self._rank(q, p, cached, ready), ready
             rank, ready = known
-            if p.free_s > now:
-                wait = p.free_s - now
+            wait = p.free_s - now
+            if ahead_s and p.name in ahead_s:
+                wait = ahead_s[p.name]
+            if wait > 0.0:
                 rank += wait
                 ready += wait
             if prompt > p.free_blocks * p.block:
@@ -406,11 +439,21 @@ def with_local_prefill(step_s: float, share: float) -> float:
     return step_s / (1.0 - min(share, LONGEST_SHARE))
 
 
-def _draw(costs: list[T], workers: Sequence[WorkerLoad], now: float, rng: random.Random) -> T:
-    """The candidate with the least first item. Of ties the worker (second item) that was given least lately."""
+def _draw(
+    costs: list[T],
+    workers: Sequence[WorkerLoad],
+    now: float,
+    rng: random.Random,
+    ahead_s: Mapping[str, float] | None = None,
+) -> T:
+    """The candidate with the least first item. Of ties the worker (second item) that was given least lately, but first
+    one for which nobody waits in the router: that is the one which admission takes the request to be for.
+    """
     best = min(costs)[0]
     limit = best + max(TIE_S, TIE_FRACTION * best)
     ties = [c for c in costs if c[0] <= limit]
     if len(ties) == 1:
         return ties[0]
+    if ahead_s:
+        ties = [c for c in ties if workers[c[1]].name not in ahead_s] or ties
     return min(ties, key=lambda c: (workers[c[1]].recent(now), rng.random()))

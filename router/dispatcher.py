@@ -9,7 +9,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from cluster.config import LimitsConfig
 from cluster.engine.base import EngineDelta
@@ -19,13 +19,11 @@ from cluster.errors import (
     EngineFailed,
     LeaseExpired,
     NoWorker,
-    PdserveError,
     RequestError,
     TransferFailed,
     WorkerLost,
 )
 from cluster.messages import (
-    Outcome,
     Placement,
     Rejection,
     Request,
@@ -39,10 +37,11 @@ from cluster.wire import LegEnd, Output
 from kv_transfer.ledger import LeaseEnd, LeaseLedger
 from router import lifecycle_messages as msg
 from router.admission import Admission
-from router.health import Change, Health, Trust
 from router.legs import Leg, Legs
 from router.lifecycle import Lifecycle
+from router.members import Members
 from router.run import Run
+from router.seams import Deliver, Job, Placing
 from router.waiting import WaitingRoom
 
 if TYPE_CHECKING:  # the transport brings Ray along; deciding needs none of it
@@ -54,57 +53,7 @@ _ERRORS: dict[str, type[RequestError]] = {
     kind.__name__: kind
     for kind in (BadRequest, TransferFailed, LeaseExpired, EngineFailed, WorkerLost, NoWorker, DeadlineExceeded)
 }
-LOOK_EVERY_S = 0.5
 _NATURAL_ENDS = frozenset({"stop", "length", "repetition"})
-
-
-class Placing(Protocol):
-    """What the dispatcher asks of placement; `router.placement.Placer` is one."""
-
-    def add_worker(self, info: WorkerInfo, now: float) -> None: ...
-
-    def remove_worker(self, worker_id: str, now: float) -> None: ...
-
-    def pause_worker(self, worker_id: str, now: float) -> None: ...
-
-    def on_snapshot(self, snapshot: WorkerSnapshot, now: float) -> None: ...
-
-    def place(
-        self, request: Request, now: float, rng: random.Random, *, exclude: frozenset[str], local_only: bool
-    ) -> Placement | Rejection: ...
-
-    def on_prefilled(self, request_id: str, now: float, cached_tokens: int) -> None: ...
-
-    def on_first_token(self, request_id: str, now: float) -> None: ...
-
-    def on_end(self, request_id: str, now: float) -> None: ...
-
-    def observe(self, record: RequestRecord) -> None: ...
-
-
-class Job(Protocol):
-    """One client request, as the layer above describes it."""
-
-    request: Request
-    streaming: bool
-    cache_salt: str | None
-    priority: int
-    lora: Any
-    trace_headers: Any
-    local_only: bool
-    forced: Placement | None
-
-    def leg(self, choice: int, tokens_sent: int) -> tuple[list[int], Any]: ...
-
-    def restart(self, choice: int) -> None: ...
-
-    def end(
-        self, outcome: Outcome, error: PdserveError | None, finish_reason: str | None, record: RequestRecord
-    ) -> None: ...
-
-
-Deliver = Callable[[list[tuple[Any, int, EngineDelta, int | None]]], list[tuple[Any, int]]]
-"""(job, choice, delta, cached tokens with the first delta) -> choices that have ended by a stop string."""
 
 
 class Dispatcher:
@@ -140,15 +89,10 @@ class Dispatcher:
         self._clock = clock
         self._rng = rng
         self._runs: dict[str, Run] = {}
-        self.workers: dict[str, WorkerInfo] = {}
+        self.members = Members(placer, limits, lambda: self._legs.owing(), self._on_lost, clock)
+        self.workers, self.loads, self.health = self.members.workers, self.members.loads, self.members.health
         self._legs = Legs(transport, self.workers, ticket_request, self.on_leg_end, clock)
-        self.loads: dict[str, WorkerSnapshot] = {}
-        self.last_failure: dict[str, str] = {}
         self.retries = self.migrations = 0
-        self.worker_listeners: list[Callable[[WorkerInfo, bool], None]] = []
-        self.health = Health(limits.silent_s, limits.stall_s, look_every_s=LOOK_EVERY_S)
-        self._look_timer: asyncio.TimerHandle | None = None
-        self._no_decoder: bool | None = None  # None: to be found out
 
     @property
     def running(self) -> int:
@@ -187,50 +131,25 @@ class Dispatcher:
         for run in list(self._runs.values()):
             run.final_error = RequestError(why)
             self._feed(run, msg.ClientLeft())
-        if self._look_timer is not None:
-            self._look_timer.cancel()
+        self.members.close()
         if self.room is not None:
             self.room.close()
 
     # From the transport
 
     def on_worker_up(self, info: WorkerInfo) -> None:
-        old = self.workers.get(info.worker_id)
-        if old is not None and old.incarnation != info.incarnation:
-            self.on_worker_down(info.worker_id)
-        self.workers[info.worker_id] = info
-        self.health.up(info.worker_id, info.incarnation)
-        self._no_decoder = None
-        self.placer.add_worker(info, self._clock())
-        if self._look_timer is None:
-            self._look()
-        for listener in self.worker_listeners:
-            listener(info, True)
+        self.members.up(info)
 
     def on_worker_down(self, worker_id: str) -> None:
-        info = self.workers.pop(worker_id, None)
-        if info is None:
-            return
-        self.loads.pop(worker_id, None)
-        self.health.down(worker_id)
-        self._no_decoder = None
-        self.placer.remove_worker(worker_id, self._clock())
-        for listener in self.worker_listeners:
-            listener(info, False)
-        # Legs on it end by themselves (a drained replica finishes its work, a dead one fails its calls).
+        self.members.down(worker_id)
 
     def on_load(self, snapshot: WorkerSnapshot) -> None:
-        info = self.workers.get(snapshot.worker_id)
-        if info is None or info.incarnation != snapshot.incarnation:
+        if not self.members.loaded(snapshot):
             return
-        self.loads[snapshot.worker_id] = snapshot
-        self.health.heard(snapshot.worker_id, snapshot.steps, self._clock())
-        self.placer.on_snapshot(snapshot, self._clock())
         if snapshot.state is WorkerState.DEAD:
             # Its leases too: finished prefills, of which the engine itself can say nothing any more.
-            self._lose(snapshot.worker_id, "its engine died")
-            self.on_worker_down(snapshot.worker_id)
-        self._pump()
+            self.members.lose(snapshot.worker_id, "its engine died")
+            self.members.down(snapshot.worker_id)
 
     def on_outputs(self, worker_id: str, outputs: list[Output]) -> None:
         now = self._clock()
@@ -239,24 +158,26 @@ class Dispatcher:
         facts: list[tuple[Run, int, int, Output]] = []
         # After the tokens of the same step: a failed choice may start all of its request's choices anew, and what they
         # had before must not enter their new output.
-        failed: list[tuple[Leg, RequestError]] = []
+        failed: list[tuple[Leg, RequestError, bool]] = []
         for output in outputs:
             leg = self._legs.get(output.request_id)
             if leg is None:
                 continue
             run, choice = leg.run, leg.choice
             if output.error is not None:
-                failed.append((leg, _error(output.error, worker_id)))
+                failed.append((leg, _error(output.error, worker_id), True))
             elif choice is None:
                 self._on_prefill_output(leg, output, now)
             elif output.offset_tokens != run.leg_tokens(choice):
-                failed.append((leg, WorkerLost("output was lost on the way", worker_id=worker_id)))
+                failed.append((leg, WorkerLost("output was lost on the way", worker_id=worker_id), False))
             elif output.finish_reason in ("abort", "error"):
-                failed.append((leg, EngineFailed("the engine ended the request", worker_id=worker_id)))
+                failed.append((leg, EngineFailed("the engine ended the request", worker_id=worker_id), True))
             else:
                 if output.offset_tokens == 0 and output.token_ids:
                     peer = run.placement.prefill if run.placement is not None and output.external_tokens else None
                     self.health.served(worker_id, peer, now)
+                    if leg.pulls and not output.external_tokens:
+                        self._on_nothing_pulled(leg, output)
                 leg.finished = output.finish_reason is not None
                 delta = output.delta()
                 cached = run.on_output(choice, delta, now)
@@ -264,9 +185,22 @@ class Dispatcher:
                 facts.append((run, leg.attempt, choice, output))
         if batch:
             self._hand_on(batch, facts, now)
-        for leg, error in failed:
+        for leg, error, ended in failed:
             if self._legs.get(leg.leg_id) is leg:
-                self._leg_failed(leg, error)
+                self._leg_failed(leg, error, ended=ended)
+
+    def _on_nothing_pulled(self, leg: Leg, output: Output) -> None:
+        """An engine whose pull failed computes the prompt itself (`on_failure: recompute`): no error tells of it.
+
+        An engine that holds all full blocks of the prompt has nothing to pull, which is no failure.
+        """
+        run, info = leg.run, self.workers.get(leg.worker_id)
+        prefill = None if run.placement is None else run.placement.prefill
+        if info is None or prefill is None or output.cached_tokens is None:
+            return
+        prompt_tokens = run.request.prompt_tokens + run.tokens(0)  # what was sent before is prompt on this leg
+        if prompt_tokens - output.cached_tokens > info.block_size_tokens:
+            self.members.suspect(prefill, TransferFailed.__name__, leg.worker_id)
 
     def _hand_on(
         self,
@@ -284,7 +218,8 @@ class Dispatcher:
             finished = by_string or output.finish_reason in _NATURAL_ENDS
             if output.finish_reason is not None:
                 run.finish_reason = output.finish_reason
-            actions = run.lifecycle.on(msg.DecodeOutput(attempt, choice, len(output.token_ids), finished), now)
+            tokens, pulled = len(output.token_ids), bool(output.external_tokens)
+            actions = run.lifecycle.on(msg.DecodeOutput(attempt, choice, tokens, finished, pulled), now)
             if not run.first_seen and output.token_ids:
                 run.first_seen = True
                 self.placer.on_first_token(run.request.request_id, now)
@@ -315,16 +250,12 @@ class Dispatcher:
             asyncio.get_running_loop().call_later(1.0, self._leg_incomplete, leg_id)
 
     def on_link_lost(self, worker_id: str) -> None:
-        """Its legs have ended. Most likely it is dead, and no request need find that out."""
-        change = self.health.suspect(worker_id, "the link broke", None, self._clock())
-        if change is not None:
-            self.last_failure[worker_id] = change.reason
-            self._apply(change)
+        self.members.link_lost(worker_id)
 
     def _leg_incomplete(self, leg_id: str) -> None:
         leg = self._legs.get(leg_id)
         if leg is not None:
-            self._leg_failed(leg, WorkerLost("the leg ended before its output was complete"))
+            self._leg_failed(leg, WorkerLost("the leg ended before its output was complete"), ended=True)
 
     # Inside
 
@@ -339,19 +270,19 @@ class Dispatcher:
                 case msg.Unplace():
                     self._unplace(run)
                 case msg.StartPrefill():
-                    self.health.asked(action.worker, self._clock())
+                    self.members.asked(action.worker)
                     self._legs.start_prefill(run, action)
                 case msg.EndPrefill():
                     self._legs.end_prefill(run, action)
                 case msg.StartDecode():
-                    self.health.asked(action.worker, self._clock())
+                    self.members.asked(action.worker)
                     self._legs.start_decode(run, action)
                 case msg.CancelDecode():
                     self._legs.cancel(run, action.attempt, action.choice)
                 case msg.SetTimer():
                     run.set_timer(asyncio.get_running_loop().call_later(action.after_s, self._on_timer, run))
                 case msg.Suspect():
-                    self._suspect(action)
+                    self.members.suspect(action.worker_id, action.reason, action.peer)
                 case msg.Finish():
                     self._finish(run, action)
 
@@ -382,8 +313,8 @@ class Dispatcher:
     def _place(self, run: Run, action: msg.Place, *, waited: bool = False) -> None:
         now = self._clock()
         job = run.job
-        if action.attempt == 1 and self._no_decoder is not False:
-            self._take_back()
+        if action.attempt == 1:
+            self.members.take_back()
         if job.forced is not None:
             placed: Placement | Rejection = job.forced
         elif self.room is not None and action.attempt == 1 and not waited:
@@ -415,21 +346,42 @@ class Dispatcher:
             self._feed(run, msg.Placed(action.attempt, placed))
 
     def _choose(self, request: Request, exclude: frozenset[str], local: bool, now: float) -> Placement | Rejection:
-        """Placement's choice, without pairs whose transfers fail."""
+        """Placement's choice, without pairs whose transfers fail.
+
+        First another decode worker for the same prefill worker. Only where that gives no transfer, another prefill
+        worker: without any, a policy may refuse the client.
+        """
+        prefill = ""
+        others: frozenset[str] = frozenset()  # decode workers out of this choice, because of `prefill` alone
         while True:
-            placed = self.placer.place(request, now, self._rng, exclude=exclude, local_only=local)
-            if isinstance(placed, Rejection) or placed.prefill is None or request.max_output_tokens == 1:
-                return placed  # one token is served where it is prefilled: nothing is transferred
-            pair = (placed.prefill, placed.decode)
+            placed = self.placer.place(request, now, self._rng, exclude=exclude | others, local_only=local)
+            if isinstance(placed, Rejection) or placed.prefill is None:
+                if not others:
+                    return placed
+                exclude, others = exclude | {prefill}, frozenset()
+                continue
+            if request.max_output_tokens == 1:
+                return placed  # served where it is prefilled: nothing is transferred
+            prefill = placed.prefill
+            pair = (prefill, placed.decode)
             if self.health.pairs.allows(pair, now):
                 self.health.pairs.begin(pair, now)
                 return placed
-            exclude |= {placed.prefill}
+            if self._may_pull(prefill, exclude | others | {placed.decode}, now):
+                others |= {placed.decode}
+            else:
+                exclude, others = exclude | {prefill}, frozenset()
+
+    def _may_pull(self, prefill: str, without: frozenset[str], now: float) -> bool:
+        """Whether another decode worker is trusted with transfers from there."""
+        decodes = [i for i, info in self.workers.items() if info.role is Role.DECODE and i not in without]
+        return any(self.health.pairs.allows((prefill, worker_id), now) for worker_id in decodes)
 
     def _on_prefill_output(self, leg: Leg, output: Output, now: float) -> None:
         if output.kv_transfer_params is None:
             if output.finish_reason is not None:
-                self._leg_failed(leg, TransferFailed("the prefill engine gave no ticket", worker_id=leg.worker_id))
+                error = TransferFailed("the prefill engine gave no ticket", worker_id=leg.worker_id)
+                self._leg_failed(leg, error, ended=True)
             return
         run, ticket = leg.run, self._legs.grant(leg, output, now)
         run.on_ticket(ticket, now)
@@ -438,8 +390,12 @@ class Dispatcher:
         self._feed(run, msg.TicketReady(leg.attempt, ticket))
         self._pump()
 
-    def _leg_failed(self, leg: Leg, error: RequestError) -> None:
-        self._legs.ended(leg.leg_id, LeaseEnd.EXPIRED)
+    def _leg_failed(self, leg: Leg, error: RequestError, *, ended: bool = False) -> None:
+        """`ended` says that its worker told so and holds nothing more of it."""
+        if ended:
+            self._legs.ended(leg.leg_id, LeaseEnd.RELEASED)
+        else:
+            self._legs.give_up(leg)
         if isinstance(error, EngineFailed):
             error.retryable = True
         if leg.choice is None:
@@ -447,51 +403,8 @@ class Dispatcher:
         else:
             self._feed(leg.run, msg.DecodeFailed(leg.attempt, leg.choice, error))
 
-    def _suspect(self, action: msg.Suspect) -> None:
-        self.last_failure[action.worker_id] = action.reason
-        change = self.health.suspect(action.worker_id, action.reason, action.peer, self._clock())
-        if change is not None or action.peer is not None:
-            between = f" with {action.peer}" if action.peer else ""
-            log.warning("worker %s%s failed a request: %s", action.worker_id, between, action.reason)
-        if change is not None:
-            self._apply(change)
-
-    def _look(self) -> None:
-        """Judge the workers by what they have said and done since."""
-        self._look_timer = asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._look)
-        for change in self.health.look(self._legs.owing().__contains__, self._clock()):
-            self._apply(change)
-
-    def _apply(self, change: Change) -> None:
-        self._no_decoder = None
-        info = self.workers.get(change.worker_id)
-        if info is None:
-            return
-        if change.trust is Trust.USED:
-            self.placer.add_worker(info, self._clock())
-            return
-        self.placer.pause_worker(change.worker_id, self._clock())
-        if change.trust is Trust.LOST:
-            self._lose(change.worker_id, change.reason)
-
-    def _usable(self, role: Role) -> bool:
-        return any(w.role is role and self.health.trust(i) is Trust.USED for i, w in self.workers.items())
-
-    def _take_back(self) -> None:
-        """Use decode workers before their time of distrust is over: there is no other, and the client would get a 503.
-
-        Only for what comes new. What has failed there already waits: each try would cost one of its attempts.
-        """
-        self._no_decoder = not self._usable(Role.DECODE)
-        if self._no_decoder:
-            pool = [worker_id for worker_id, info in self.workers.items() if info.role is Role.DECODE]
-            for change in filter(None, map(self.health.take_back, pool)):
-                self._apply(change)
-
-    def _lose(self, worker_id: str, reason: str) -> None:
-        """Nothing comes from there any more: every request with a leg there goes elsewhere."""
-        log.warning("worker %s is lost: %s", worker_id, reason)
-        self.last_failure[worker_id] = reason
+    def _on_lost(self, worker_id: str) -> None:
+        """Every request with a leg there goes elsewhere."""
         for run in self._legs.on(worker_id):
             self._feed(run, msg.WorkerDown(worker_id))
 
@@ -505,7 +418,7 @@ class Dispatcher:
         self._unplace(run)
         error = run.final_error or action.error
         record = run.record(action.outcome, error, self._clock())
-        run.job.end(action.outcome, error, action.finish_reason, record)
+        run.job.end(record.outcome, error, action.finish_reason, record)
         # Times first, as in cluster/sim/fleet.py: distances are judged by what the times leave unexplained.
         for hear in (self._on_record, self.placer.observe):
             try:

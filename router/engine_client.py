@@ -8,11 +8,12 @@ from typing import Any
 
 from cluster.engine.base import EngineDelta
 from cluster.engine.vllm.serving import Generation, ServingClient
-from cluster.errors import PdserveError
+from cluster.errors import BadRequest, PdserveError
 from cluster.messages import Outcome, Placement, Request, RequestRecord, Slo
 from router.block_keys import block_keys, namespace
-from router.dispatcher import Dispatcher, Job
+from router.dispatcher import Dispatcher
 from router.gateway.context import current
+from router.seams import Job
 
 
 class ClientJob:
@@ -59,6 +60,8 @@ class ClientJob:
         if retry_after_s is not None:
             # Of several prompts of one body the refused one speaks; the others end because of it.
             self._reply.retry_after_s = max(retry_after_s, self._reply.retry_after_s or 0.0)
+        if error is not None and outcome is not Outcome.CANCELLED:
+            self._reply.fail(error)
         if outcome is not Outcome.CANCELLED or error is not None:
             self._client.finish(self.generation, error, finish_reason)
 
@@ -111,6 +114,9 @@ class ClusterEngineClient(ServingClient):
             n=generation.n,
             movable=generation.movable,
         )
+
+    def refused(self, error: BadRequest) -> None:
+        current().reply.fail(error)
 
     def withdraw(self, generation: Generation) -> None:
         self.dispatcher.client_left(generation.request_id)

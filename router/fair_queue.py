@@ -14,7 +14,7 @@ import heapq
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import islice
+from typing import Any
 
 from cluster.messages import Request
 
@@ -145,8 +145,8 @@ class Lane:
                 count, tokens, at = count + 1, tokens + waiting.cost, at + waiting.cost
         return count, tokens
 
-    def in_order(self, most: int) -> Iterator[Waiting]:
-        """The request whose turn it is, then about `most` of those behind it.
+    def in_order(self) -> Iterator[Waiting]:
+        """The request whose turn it is, then those behind it.
 
         One that leaves the lane while it is looked at is followed by the one that has its turn instead.
         """
@@ -157,16 +157,21 @@ class Lane:
                 break
         else:
             return
-        behind: list[tuple[float, float, int, Waiting]] = []
-        for start, _, number, line in heapq.nsmallest(4 * most, self._order):
-            if not self._is_current(start, line):
-                continue
-            for waiting in islice(line, most):
-                behind.append((start, waiting.since_s, number, waiting))
-                start += waiting.cost
-        behind.sort(key=lambda entry: entry[:3])
-        for *_, waiting in behind:
-            if waiting is not first and not waiting.gone:
+        # A heap like `_order`; of a line that was looked at, the next request and an iterator over the rest.
+        behind: list[tuple[float, float, int, Any]] = self._order.copy()
+        while behind:
+            start, _, number, at = heapq.heappop(behind)
+            if isinstance(at, Line):
+                if not self._is_current(start, at):
+                    continue
+                rest = iter(at)
+                waiting = next(rest)
+            else:
+                waiting, rest = at
+            following = next(rest, None)
+            if following is not None:
+                heapq.heappush(behind, (start + waiting.cost, following.since_s, number, (following, rest)))
+            if waiting is not first and not waiting.gone and waiting.late == self.late:
                 yield waiting
 
     def _use(self, tenant: str, start: float, cost: float) -> float:
@@ -253,13 +258,6 @@ class FairQueue:
         """Whether a late request has its turn although others are in time."""
         oldest = _oldest_s(self._late) if self.passed >= LATE_PLACES else None
         return oldest is not None and now - oldest >= starvation_s
-
-    def in_order(self, now: float, starvation_s: float, most: int) -> Iterator[Waiting]:
-        """Whose turn it is, then those behind; of the late only the first: what it cannot have none of them can."""
-        if self.owes_late(now, starvation_s):
-            yield from islice(self.late.in_order(most), 1)
-        yield from self.in_time.in_order(most)
-        yield from islice(self.late.in_order(most), 1)
 
     def _lane(self, waiting: Waiting) -> Lane:
         return self.late if waiting.late else self.in_time

@@ -19,13 +19,18 @@ if TYPE_CHECKING:  # the transport brings Ray along; deciding needs none of it
 
 
 class Leg:
-    """One open call. `choice` is None for a prefill leg; `finished`: its engine gave the last output of a choice."""
+    """One open call. `choice` is None for a prefill leg; `finished`: its engine gave the last output of a choice.
 
-    __slots__ = ("attempt", "choice", "finished", "leg_id", "run", "worker_id")
+    `pulls` says that it was given a ticket.
+    """
 
-    def __init__(self, leg_id: str, run: Run, attempt: int, choice: int | None, worker_id: str) -> None:
+    __slots__ = ("attempt", "choice", "finished", "leg_id", "pulls", "run", "worker_id")
+
+    def __init__(
+        self, leg_id: str, run: Run, attempt: int, choice: int | None, worker_id: str, *, pulls: bool = False
+    ) -> None:
         self.leg_id, self.run, self.attempt, self.choice, self.worker_id = leg_id, run, attempt, choice, worker_id
-        self.finished = False
+        self.pulls, self.finished = pulls, False
 
 
 class Legs:
@@ -100,7 +105,8 @@ class Legs:
         ticket = action.ticket.kv_transfer_params if action.ticket is not None and action.choice == 0 else None
         run.start_leg(action.choice)
         leg_id = f"{run.request.request_id}-{action.attempt}d{action.choice}"
-        self._start(Leg(leg_id, run, action.attempt, action.choice, action.worker), prompt, sampling, ticket)
+        leg = Leg(leg_id, run, action.attempt, action.choice, action.worker, pulls=ticket is not None)
+        self._start(leg, prompt, sampling, ticket)
 
     def _start(self, leg: Leg, prompt: list[int], sampling: Any, transfer: Any) -> None:
         job = leg.run.job
@@ -120,6 +126,7 @@ class Legs:
             priority=job.priority,
             lora=job.lora,
             trace_headers=job.trace_headers,
+            predicted_cached_tokens=_predicted_cached_tokens(leg, len(prompt)),
         )
         self._transport.open(worker, "prefill" if leg.choice is None else "serve", request)
 
@@ -151,6 +158,11 @@ class Legs:
         if how is not None:
             self.leases.end(leg_id, how, self._clock())
 
+    def give_up(self, leg: Leg) -> None:
+        """It has failed here. Its worker may have taken the call and know of no failure, so it is told."""
+        self.ended(leg.leg_id, LeaseEnd.RELEASED)
+        self._transport.cancel(leg.worker_id, leg.leg_id)
+
     def end_prefill(self, run: Run, action: msg.EndPrefill) -> None:
         leg_id = f"{run.request.request_id}-{action.attempt}p"
         self.leases.end(leg_id, LeaseEnd.PULLED if action.pulled else LeaseEnd.RELEASED, self._clock())
@@ -173,3 +185,11 @@ class Legs:
         left = [leg for leg_id in run.legs if (leg := self._open.pop(leg_id, None)) is not None]
         legs = [leg.leg_id for leg in left if not leg.finished]
         return legs, [lease.lease_id for lease in self.leases.request_ended(run.request.request_id)]
+
+
+def _predicted_cached_tokens(leg: Leg, prompt_tokens: int) -> int:
+    """Placement's prediction is for the engine that computes the prompt; other choices find what the first one left."""
+    if leg.choice:
+        return prompt_tokens - 1
+    placement = leg.run.placement
+    return 0 if placement is None else placement.predicted_cached_tokens

@@ -11,7 +11,7 @@ PLACING    Refused, a retry or a migration         SetTimer: Place again soon, u
 PREFILL    TicketReady                             StartDecode for every choice, with ticket    DECODE
 PREFILL    PrefillFailed, LeaseEnded, its worker   close, Suspect, retry                        PLACING
            is down
-DECODE     DecodeOutput                            the last choice's first: EndPrefill(pulled)  DECODE
+DECODE     DecodeOutput                            the first: EndPrefill                        DECODE
 DECODE     DecodeOutput, every choice finished     EndPrefill if open, Unplace, Finish done     ENDED
 DECODE     LeaseEnded pulled                       -                                            DECODE
 DECODE     LeaseEnded otherwise, PrefillFailed,    close, Suspect, retry                        PLACING
@@ -44,6 +44,7 @@ from enum import StrEnum
 
 from cluster.config import LimitsConfig
 from cluster.errors import (
+    BadRequest,
     Cancelled,
     DeadlineExceeded,
     LeaseExpired,
@@ -133,7 +134,6 @@ class Lifecycle:
         "_since_s",
         "_split_failures",
         "_streaming",
-        "_waiting_for_first",
         "attempt",
         "migrations",
         "placement",
@@ -156,7 +156,6 @@ class Lifecycle:
         self._prefill_open = False
         self._decoder = ""
         self._first_s = 0.0
-        self._waiting_for_first = 0
         self._since_s = 0.0
         self._budget_s = 0.0
         self._armed_s: float | None = None
@@ -282,7 +281,6 @@ class Lifecycle:
     def _start_decode(self, worker: str, role: Role, ticket: Ticket | None, now: float) -> list[Action]:
         self.state = State.DECODE
         self._decoder = worker
-        self._waiting_for_first = len(self._choices)
         # An engine that computes the prompt itself has the prefill's time as well.
         self._first_s = self._limits.first_token_s + (0.0 if ticket else self._limits.prefill_s)
         actions: list[Action] = []
@@ -305,15 +303,15 @@ class Lifecycle:
         if choice.shown or not (event.tokens or event.finished):
             return self._done_if_all_finished() if event.finished else []
         choice.shown = True
-        self._waiting_for_first -= 1
         for other in self._choices:
             if not other.shown:
                 # Choices start after the first one's first token, which brings their prompt's KV along.
                 other.since_s = now
         actions: list[Action] = []
-        if self._waiting_for_first == 0 and self._prefill_open:
+        if self._prefill_open:
+            # Nothing more is pulled: the other choices find the prompt where the first one is.
             self._prefill_open = False
-            actions.append(EndPrefill(self.attempt, pulled=True))
+            actions.append(EndPrefill(self.attempt, event.pulled))
         if event.finished:
             actions += self._done_if_all_finished()
         return actions if self.ended else actions + self._arm(now)
@@ -481,8 +479,8 @@ class Lifecycle:
 
 
 def _refusal(rejection: Rejection) -> RequestError:
-    kind = TenantOverBudget if rejection.status == 429 else Overloaded
-    return kind(rejection.reason, retry_after_s=rejection.retry_after_s)
+    kinds: dict[int, type[RequestError]] = {400: BadRequest, 429: TenantOverBudget}
+    return kinds.get(rejection.status, Overloaded)(rejection.reason, retry_after_s=rejection.retry_after_s)
 
 
 def _outcome_of(error: RequestError) -> Outcome:

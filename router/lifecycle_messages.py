@@ -81,13 +81,14 @@ class DecodeOutput:
     """Output of one choice that the driver passes on to the client (or keeps, where the answer is not streamed).
 
     `finished` says that the engine named a natural finish reason (stop, length); an abort or an error of the
-    engine is a `DecodeFailed`.
+    engine is a `DecodeFailed`. `pulled`, in the first output, that the prompt's KV came by the ticket.
     """
 
     attempt: int
     choice: int
     tokens: int
     finished: bool = False
+    pulled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +169,8 @@ class StartPrefill:
 class EndPrefill:
     """Close the prefill call: a running prefill is aborted, a lease is released. Idempotent.
 
-    `pulled` says that every choice has shown output, so nothing is given up.
+    `pulled` says that the decode engine has it. Without, the KV is freed, also behind a first output: the decode
+    engine had no need of it, or could not pull it and computed the prompt itself.
     """
 
     attempt: int

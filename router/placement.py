@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from cluster.config import PlacementConfig
 from cluster.messages import (
@@ -90,6 +90,8 @@ class Placer:
         self._approximate: dict[str, ApproximateCache] = {}
         self._exact: set[str] = set()
         self._forecast_rng = random.Random(0)  # draws among ties, which have equal forecasts
+        self._asked: tuple[str, Mapping[str, float] | None] = "", None
+        """The last forecast's request, and what waits ahead of it: if it is let through, it is placed by the same."""
         self._baseline: Baseline | None = baseline(config.policy)
         self.paths: Counter[Path] = Counter()
         self.watch: Watch | None = None
@@ -214,6 +216,8 @@ class Placer:
         if request.request_id in self._reservations:
             self.on_end(request.request_id, now)
         question = self.question(request)
+        if self._asked[0] == request.request_id:
+            question.ahead_s = self._asked[1]
         choice = self._choose(question, now, rng, exclude, local_only=local_only, baseline=self._baseline)
         if isinstance(choice, Rejection):
             return choice
@@ -242,19 +246,33 @@ class Placer:
         """What `place` would choose, without the reservation: a prediction for admission, shadow scoring and tests."""
         return self._choose(self.question(request), now, rng, exclude, local_only=local_only, baseline=self._baseline)
 
-    def forecast(self, request: Request, now: float) -> Forecast | Rejection:
-        """What would happen if the request were placed now; for admission."""
+    def forecast(
+        self, request: Request, now: float, ahead_s: Mapping[str, float] | None = None
+    ) -> Forecast | Rejection:
+        """What would happen if the request were placed now; for admission.
+
+        Args:
+            ahead_s: by engine, where others wait in the router for it: the work before this request with theirs.
+        """
         q = self.question(request)
+        q.ahead_s = ahead_s
+        self._asked = request.request_id, ahead_s
         choice = self.best(q, now, self._forecast_rng)
         if isinstance(choice, Rejection):
             return choice
-        wait = (choice.prefill or choice.decode).backlog_s(now)
+        worker = choice.prefill or choice.decode
+        wait = worker.backlog_s(now)
+        if ahead_s:
+            wait = ahead_s.get(worker.name, wait)
+        computing = self.ready(Role.PREFILL) or self.ready(Role.DECODE)
         return Forecast(
             wait_s=wait,
             ready_s=wait + choice.prefill_s,
-            room_s=self.model.room_s(choice.decode, q),
+            room_s=self.model.room_s(choice.decode, q) if _decodes(q, choice) else 0.0,
             ttft_s=choice.ttft_s,
             output_tokens=q.output_tokens,
+            worker=worker.name,
+            least_wait_s=max(0.0, min(w.free_s for w in computing) - now),
         )
 
     def on_prefilled(self, request_id: str, now: float, cached_tokens: int) -> None:
@@ -272,17 +290,20 @@ class Placer:
         if r is None:
             return
         if r.prefilling:
+            # No ticket came first: whoever computed the prompt gave the token too.
             self._end_prefill(r, now, done=True)
-            self._remember(r.decode_worker, r.request.block_keys)
+            self._remember(r.prefill_worker or r.decode_worker, r.request.block_keys)
             r.started_s = now if r.started_s is None else r.started_s
-        if r.leased and r.prefill_worker is not None:
+        elif r.leased and r.prefill_worker is not None:
             self._remember(r.decode_worker, r.request.block_keys)
             if r.prefilled_s is not None:
                 self.model.hold_s.add(now - r.prefilled_s)
-            self._end_lease(r)
+        self._end_lease(r)
 
     def on_end(self, request_id: str, now: float) -> None:
         """The request, or this attempt at it, is over. Releases everything; idempotent."""
+        if self._asked[0] == request_id:
+            self._asked = "", None
         r = self._reservations.pop(request_id, None)
         if r is None:
             return
@@ -363,19 +384,19 @@ class Placer:
             p = baseline.prefill(next(ps for ps, sinks in groups if d in sinks), q.request, rng)
             return self.model.predict(q, p, d, now, Path.SPLIT)
         local = None
-        # One token is the prefill engine's own: it serves the request whole, and the decode pool never hears of it.
-        if forced is not None or (self.config.conditional and q.request.max_output_tokens > 1):
+        if forced is not None or (self.config.conditional and not q.one_token):
             local = self.model.local(q, decodes, now, rng, forced)
         split = None
         if forced is None:
-            offers = [self.model.split(q, sources, sinks, now, rng) for sources, sinks in groups]
+            best = self.model.one_token if q.one_token else self.model.split
+            offers = [best(q, sources, sinks, now, rng) for sources, sinks in groups]
             split = min((o for o in offers if o is not None), key=lambda o: o.ttft_s, default=None)
         if split is not None and local is not None:
             return local if local.ttft_s < split.ttft_s else split
         return split or local or self._too_large(q)
 
     def _too_large(self, q: Question) -> Rejection:
-        return Rejection(400, f"{q.request.prompt_tokens} prompt tokens do not fit the KV cache of any decode worker")
+        return Rejection(400, f"{q.request.prompt_tokens} prompt tokens do not fit the KV cache of any worker")
 
     def _candidates(self, role: Role, exclude: frozenset[str]) -> list[WorkerLoad]:
         ready = self._ready[role]
@@ -403,9 +424,10 @@ class Placer:
         self._reservations[request.request_id] = r
         worker = p or d
         worker.add_prefill(r, now)
-        d.add_decode(r)
         worker.add_recent(now, choice.prefill_s)
-        d.add_recent(now, self.model.window_s(q, choice.tpot_s))
+        if _decodes(q, choice):
+            d.add_decode(r)
+            d.add_recent(now, self.model.window_s(q, choice.tpot_s))
         if p is None:
             d.add_local_prefill(now, self.model.window_s(q, choice.tpot_s), choice.prefill_s)
         if request.block_keys:
@@ -456,6 +478,11 @@ class Placer:
             capacity = worker.info.kv_total_blocks * worker.info.block_size_tokens // self.key_block_tokens
             guess = self._approximate[worker_id] = ApproximateCache(worker_id, self.index, capacity)
         guess.sent(keys)
+
+
+def _decodes(q: Question, choice: Choice) -> bool:
+    """Whether the decode engine takes part: one token is the prefill engine's own."""
+    return choice.prefill is None or not q.one_token
 
 
 def _common(a: tuple[int, ...], b: tuple[int, ...], known: int) -> int:

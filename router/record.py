@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cluster.errors import PdserveError
+from cluster.goodput.accounting import is_behind
 from cluster.messages import Outcome, Placement, Request, RequestRecord, Stage, Ticket
 from router.lifecycle import Lifecycle
 
@@ -44,7 +45,7 @@ def make_record(
 ) -> RequestRecord:
     """The record of a request that ends now."""
     m = measured
-    return RequestRecord(
+    record = RequestRecord(
         request_id=request.request_id,
         outcome=outcome,
         slo=request.slo,
@@ -71,7 +72,10 @@ def make_record(
         migrations=lifecycle.migrations,
         finish_reason=m.finish_reason,
         error=None if error is None else str(error),
+        status=None if error is None else error.status,
     )
+    record.deadline_passed = outcome is Outcome.CANCELLED and is_behind(record)
+    return record
 
 
 def stages(

@@ -7,7 +7,7 @@ in turn. The interface is that of `Placer` as far as a driver uses it.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import cycle
 
 from cluster.messages import Placement, Rejection, Request, RequestRecord, WorkerInfo, WorkerSnapshot
@@ -59,11 +59,13 @@ class PlacerReplicas:
             placer = self._owner[request.request_id] = next(self._turn)
         return placer.place(request, now, rng, exclude=exclude, local_only=local_only)
 
-    def forecast(self, request: Request, now: float) -> Forecast | Rejection:
+    def forecast(
+        self, request: Request, now: float, ahead_s: Mapping[str, float] | None = None
+    ) -> Forecast | Rejection:
         placer = self._owner.get(request.request_id)
         if placer is None:
             placer = self._owner[request.request_id] = next(self._turn)
-        return placer.forecast(request, now)
+        return placer.forecast(request, now, ahead_s)
 
     def on_prefilled(self, request_id: str, now: float, cached_tokens: int) -> None:
         if (placer := self._owner.get(request_id)) is not None:

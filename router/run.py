@@ -112,6 +112,8 @@ class Run:
 
     def record(self, outcome: Outcome, error: PdserveError | None, now: float) -> RequestRecord:
         request = self.request
+        if self.final_error is not None:
+            outcome = Outcome.FAILED  # the router ended it; its client has not left
         delta = self._first_output[0] if self._first_output is not None else None
         firsts = [t.ttft_s for t in self._times if t.ttft_s is not None]
         tpots = [t.tpot_s for t in self._times if t.tpot_s is not None]

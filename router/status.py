@@ -97,7 +97,7 @@ def _pool(role: Role, config: ClusterConfig, dispatcher: Dispatcher) -> dict[str
                 "tp": info.tp,
                 "pp": info.pp,
                 "accelerator": info.accelerator_type,
-                "last_failure": dispatcher.last_failure.get(info.worker_id),
+                "last_failure": dispatcher.members.last_failure.get(info.worker_id),
             }
         )
     return {

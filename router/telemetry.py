@@ -16,6 +16,8 @@ from router.dispatcher import Dispatcher
 
 # An engine with work whose step counter stands still for longer than this makes no progress.
 STALL_S = 10.0
+# What a controller said this long ago about replicas is history; the router sees who is there now.
+OLD_S = 60.0
 
 
 class Telemetry:
@@ -62,7 +64,7 @@ class Telemetry:
         """For Serve's `record_autoscaling_stats` hook: counters of arrivals and ends, and the queue now."""
         depth, oldest_s = self.queue()
         return router_stats(
-            self._metrics.stats.counters.values,
+            self._metrics.promised.values,
             queue_depth=depth,
             oldest_wait_s=oldest_s,
             draining={role: len(self.draining(role)) for role in Role},
@@ -129,15 +131,14 @@ class Telemetry:
         }
         if self._config.autoscaling.accelerators_max is not None:
             values["pdserve_accelerators_max"] = float(self._config.autoscaling.accelerators_max)
-        prompt_tokens = self._metrics.stats.counters.get("prompt_tokens")
-        if prompt_tokens:
-            drift = self._placer.predicted_cached_tokens - self._placer.actual_cached_tokens
-            values["pdserve_index_drift_ratio"] = drift / prompt_tokens
         shadow = getattr(getattr(self._placer, "watch", None), "shadow", None)
         if shadow is not None:
             values["pdserve_regret_seconds_total"] = shadow.scores["running"].regret_s
-        # The controller also knows replicas that start; it replaces what only the router sees.
-        return values | self._more() | decisions.gauges(self.decision, time.time())
+        decided = decisions.gauges(self.decision, time.time())
+        if decided and decided["pdserve_autoscaling_data_age_seconds"] < OLD_S:
+            # The controller also knows replicas that start.
+            replicas |= decided["pdserve_pool_replicas"]
+        return values | self._more() | decided | {"pdserve_pool_replicas": replicas}
 
     def _stalled(self, load: WorkerSnapshot) -> bool:
         now = self._clock()

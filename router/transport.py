@@ -154,6 +154,8 @@ class ServeTransport:
         for leg_id, (owner, _, _) in list(self._calls.items()):
             if owner == worker_id:
                 self._events.on_leg_end(leg_id, WorkerLost("the link to the worker broke", worker_id=worker_id))
+                # One that is still on its way would make a new link and run for nobody.
+                self._cancel_call(leg_id)
         self._events.on_link_lost(worker_id)
 
     def _up(self, metadata: dict[str, Any]) -> None:

@@ -9,7 +9,8 @@ from cluster.messages import Rejection, Request
 from router.admission import Admission, Queue
 
 LOOK_EVERY_S = 0.01
-"""Time alone may open the gate: predicted queues drain without any event."""
+"""Time alone may open the gate: predicted queues drain without any event. Reports of load, one for every step of every
+engine, are no reason to look before; cluster/sim/fleet.py does the same."""
 
 
 class WaitingRoom:
@@ -52,7 +53,7 @@ class WaitingRoom:
             self.admission.remove(request_id)
 
     def pump(self) -> None:
-        """Place whatever may go; call it after anything that may have made room. Costs nothing while nobody waits."""
+        """Place whatever may go; call it when a request has ended on an engine. Costs nothing while nobody waits."""
         if self._pumping or not len(self.admission):
             return
         self._pumping = True
@@ -63,8 +64,8 @@ class WaitingRoom:
                 self._refuse(refusal.request, refusal.rejection)
         finally:
             self._pumping = False
-        if len(self.admission) and self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._tick)
+            if len(self.admission) and self._timer is None:
+                self._timer = asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._tick)
 
     def close(self) -> None:
         if self._timer is not None:

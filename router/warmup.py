@@ -7,7 +7,7 @@ import logging
 import time
 from typing import Any
 
-from cluster.errors import PdserveError
+from cluster.errors import PdserveError, TransferFailed
 from cluster.messages import Outcome, Path, Placement, Request, RequestRecord, Role, Slo, WorkerInfo
 from kv_transfer.compatibility import TpPairs, check_pair
 from router.dispatcher import Dispatcher
@@ -116,4 +116,6 @@ class _WarmJob:
     def end(
         self, outcome: Outcome, error: PdserveError | None, finish_reason: str | None, record: RequestRecord
     ) -> None:
+        if error is None and not record.transfer_blocks and record.decode_computed_tokens == record.prompt_tokens:
+            error = TransferFailed("the KV was not pulled: the decode engine computed the prompt itself")
         self._owner.ended(self._pair, self._attempt, error)

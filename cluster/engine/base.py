@@ -1,6 +1,6 @@
 """The engine protocol: what a pool's worker asks of the engine it owns.
 
-vLLM stands behind it in `cluster/engine/vllm.py`; the simulated engine in `cluster/engine/simulated.py`.
+vLLM stands behind it in `cluster/engine/vllm/`; the simulated engine in `cluster/engine/simulated.py`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ class EngineRequest:
         kv_transfer_params: None, the request for a ticket (prefill leg) or a ticket's own (decode leg).
         cache_salt: namespace of the prefix cache, derived from the authenticated tenant.
         priority: lower is served first.
+        predicted_cached_tokens: prompt tokens that this engine is expected to hold; for its report of queued work.
     """
 
     request_id: str
@@ -34,6 +35,7 @@ class EngineRequest:
     priority: int = 0
     lora: Any = None
     trace_headers: Mapping[str, str] | None = None
+    predicted_cached_tokens: int = 0
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 from cluster.messages import Slo
 from router.gateway.asgi import App, HttpError, Message, Receive, Scope, Send, answer, header
-from router.gateway.checks import DROPPED, DROPPED_HEADERS, check_body, check_integers
+from router.gateway.checks import DROPPED, DROPPED_HEADERS, check_body, check_integers, clamp_priority
 from router.gateway.context import DEFAULT_TENANT, RequestContext, enter
 from router.gateway.fields import BodyLimits
 from router.gateway.salt import namespace_salt
@@ -38,7 +38,8 @@ class CheckBody:
         limits: caps on the fields of a body.
         max_body_bytes: cap on its size, whatever it claims.
         slo: the cluster's limits; a request may set its own with `x-slo-ttft-ms` and `x-slo-tpot-ms`.
-        separate_tenants: whether each tenant has its own namespace in the prefix cache.
+        separate_tenants: whether each tenant has its own namespace in the prefix cache, and its share of the engines.
+        priority_min: with `separate_tenants`, the least priority of a request of any but `operators`.
         body_timeout_s: how long a client may take to send its body.
     """
 
@@ -50,6 +51,8 @@ class CheckBody:
         *,
         slo: Slo,
         separate_tenants: bool,
+        priority_min: int = 0,
+        operators: Iterable[str] = (),
         body_timeout_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -59,6 +62,7 @@ class CheckBody:
         self._slo = slo
         self._clock = clock
         self._separate_tenants = separate_tenants
+        self._priority_min, self._operators = priority_min, frozenset(operators)
         self._body_timeout_s = body_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -125,6 +129,8 @@ class CheckBody:
             if name in body:
                 del body[name]
                 changed = True
+        if self._separate_tenants and _tenant(scope) not in self._operators:
+            changed |= clamp_priority(body, self._priority_min)
         salt = self._salt(scope, client_salt)
         if salt is not None and path in _SALTED:
             body["cache_salt"] = salt

@@ -191,6 +191,15 @@ def _check_together(path: str, body: dict[str, Any], limits: BodyLimits) -> None
         raise HttpError(400, "stream_options needs stream: true", param="stream_options")
 
 
+def clamp_priority(body: dict[str, Any], least: int) -> bool:
+    """Keep a client from stepping before all other tenants: classes of priority are strict. True if it had to."""
+    given = body.get("priority")
+    if given is None or given >= least:
+        return False
+    body["priority"] = least
+    return True
+
+
 def check_integers(body: dict[str, Any]) -> None:
     """Fields that are vLLM's to judge may become numbers of an engine, which has 64 bits for each.
 

@@ -6,9 +6,11 @@ request, so `current()` may be called wherever the request is handled.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+from cluster.errors import PdserveError
 from cluster.messages import Slo
 
 DEFAULT_TENANT = "default"
@@ -16,9 +18,23 @@ DEFAULT_TENANT = "default"
 
 @dataclass(slots=True)
 class Reply:
-    """What is learnt while a request is served and belongs into the head of its answer."""
+    """What is learnt while a request is served and its answer has to say.
+
+    Attributes:
+        retry_after_s: for the head of the answer.
+        error: the first that ended it.
+        on_error: called when it did.
+    """
 
     retry_after_s: float | None = None
+    error: PdserveError | None = None
+    on_error: Callable[[], None] | None = None
+
+    def fail(self, error: PdserveError) -> None:
+        if self.error is None:
+            self.error = error
+            if self.on_error is not None:
+                self.on_error()
 
 
 @dataclass(frozen=True, slots=True)

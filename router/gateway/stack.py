@@ -42,6 +42,12 @@ def guard(
     separate = keys is not None or config.tenants.header is not None
     inner = StreamStart(ClientLeft(app), http.keep_alive_s)
     checked = CheckBody(
-        inner, BodyLimits.from_config(http, vocab_size), http.max_body_bytes, slo=slo, separate_tenants=separate
+        inner,
+        BodyLimits.from_config(http, vocab_size),
+        http.max_body_bytes,
+        slo=slo,
+        separate_tenants=separate,
+        priority_min=config.tenants.priority_min,
+        operators=config.tenants.operators,
     )
     return PublicRoutes(Authenticate(checked, config.tenants, keys), extra_paths)

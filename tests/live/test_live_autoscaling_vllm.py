@@ -130,7 +130,7 @@ def test_a_pool_grows_under_load_and_shrinks_after_it_and_no_request_fails(serve
     assert set(statuses) == {200}
     assert {r["outcome"] for r in served.records()} == {"done"}
     assert (grown["from"], grown["to"]) == (1, 2)
-    assert grown["reason"] in {"demand", "queue", "misses", "concurrency", "kv", "bounds"}
+    assert grown["reason"] in {"demand", "queue", "misses", "concurrency", "kv", "maximum"}
     assert changes[-1]["to"] == 1
     logged = re.findall(r"autoscaling: (\w+) (\d+) -> (\d+): (\w+) \((.+)\)", controller_log())
     assert (grown["pool"], "1", "2", grown["reason"], grown["why"]) in logged

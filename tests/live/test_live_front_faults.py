@@ -423,7 +423,7 @@ async def test_a_call_that_reaches_a_draining_worker_goes_elsewhere_unnoticed() 
                 answer = await http.post(COMPLETION, json=completion(prompt=prompt(i), max_tokens=4))
                 assert answer.json()["choices"][0]["token_ids"] == right(4, prompt(i))
         assert cluster.dispatcher.retries > 0
-        assert cluster.dispatcher.last_failure == {}, "a worker that only leaves is not ill"
+        assert cluster.dispatcher.members.last_failure == {}, "a worker that only leaves is not ill"
 
 
 async def test_with_three_of_four_engines_dead_nobody_waits_two_seconds() -> None:

@@ -3,6 +3,7 @@ at the same time, for the same request, and the same service."""
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
 from collections import Counter
@@ -14,8 +15,9 @@ from virtual_pools import VirtualPools
 
 from cluster.config import ClusterConfig, parse
 from cluster.engine.simulation.virtual_time import run_virtual
-from cluster.messages import Outcome, Path, RequestRecord
-from cluster.sim.fleet import Decision, Options
+from cluster.goodput.accounting import is_excused, miss_stage
+from cluster.messages import Outcome, Path, RequestRecord, Stage
+from cluster.sim.fleet import Decision, Fleet, Options
 from cluster.sim.run import simulate
 from cluster.workload.arrival import Arrival
 
@@ -136,3 +138,37 @@ def test_the_scenarios_cover_every_path() -> None:
             outcomes[record.outcome] += 1
     assert {Path.SPLIT, Path.LOCAL_SHORT, Path.LOCAL_CACHED, Path.COLOCATED} <= set(seen)
     assert outcomes[Outcome.DONE] > 700
+
+
+LEAVES_AFTER_S = 10.0
+
+
+async def leaving(cluster: ClusterConfig, arrivals: list[Arrival]) -> list[RequestRecord]:
+    pools = VirtualPools(cluster)
+    await pools.start()
+    loop = asyncio.get_running_loop()
+    for number, arrival in enumerate(arrivals, 1):
+        loop.call_at(arrival.at_s + LEAVES_AFTER_S, pools.dispatcher.client_left, str(number))
+    await pools.run(arrivals)
+    for engine in pools.engines.values():
+        await engine.shutdown()
+    return pools.records
+
+
+@pytest.mark.parametrize(("tpot_ms", "excused"), [(5, 0), (200, 20)])
+def test_clients_that_leave_are_judged_alike(tpot_ms: int, excused: int) -> None:
+    """A token takes 50 ms or more: with a limit of 5 ms they have left a stall, with 200 ms an answer in time."""
+    slow = config(2, 2, linear={"fixed_ms": 50})
+    limits = slow.slo.model_copy(update={"ttft_ms": 5000.0, "tpot_ms": float(tpot_ms)})
+    cluster = slow.model_copy(update={"slo": limits})
+    arrivals = requests(20, 2, 100, 4000)
+    fleet = Fleet(cluster, Options(max_repeats=128))
+    for number, arrival in enumerate(arrivals, 1):
+        fleet.kernel.at(arrival.at_s, fleet.arrive, arrival)
+        fleet.kernel.at(arrival.at_s + LEAVES_AFTER_S, fleet.cancel_request, str(number))
+    fleet.kernel.run()
+    for records in (run_virtual(leaving(cluster, arrivals)), fleet.records):
+        assert {r.outcome for r in records} == {Outcome.CANCELLED}
+        assert sum(map(is_excused, records)) == excused
+        assert {miss_stage(r) for r in records} == ({None} if excused else {Stage.DECODE_STEP})
+        assert {r.deadline_passed for r in records} == {not excused}

@@ -62,7 +62,7 @@ class Leg:
 
 
 class FakeWorker:
-    """One engine. `stopped` is SIGSTOP: it answers nothing and forgets nothing."""
+    """One engine. `stopped` is SIGSTOP: it answers nothing and forgets nothing. Not `linked`: until the next call."""
 
     def __init__(self, pools: FakePools, info: WorkerInfo) -> None:
         self.pools, self.info = pools, info
@@ -71,6 +71,7 @@ class FakeWorker:
         self.steps = 0
         self.alive = True
         self.stopped = False
+        self.linked = True
         self.task = asyncio.get_running_loop().create_task(self._run())
 
     @property
@@ -98,6 +99,8 @@ class FakeWorker:
                 self._report(outputs)
 
     def _report(self, outputs: list[Output]) -> None:
+        if not self.linked:
+            return
         waiting = sum(not leg.done for leg in self.legs.values())
         load = WorkerSnapshot(
             self.info.worker_id,
@@ -207,6 +210,7 @@ class FakePools:
         elif worker_id not in self.workers:
             self.dispatcher.on_leg_end(leg.leg_id, NoWorker("the worker has left the pool", worker_id=worker_id))
         else:
+            worker.linked = True
             worker.legs[leg.leg_id] = leg
 
     def cancel(self, worker_id: str, leg_id: str) -> None:

@@ -8,13 +8,20 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from fake_cluster import LIMITS, Cluster
 
+from cluster.config import PlacementConfig
 from cluster.engine.simulation.virtual_time import run_virtual as run
+from cluster.errors import WorkerLost
 from cluster.messages import Outcome, Role
+from cluster.perf.times import LinearTimes
 from cluster.wire import Output
+from router.placement import Placer
+from router.prefix_index import PrefixIndex
 
 
 def test_requests_of_every_shape_are_answered_right() -> None:
@@ -51,6 +58,31 @@ def test_tokens_of_the_step_in_which_another_choice_fails_do_not_enter_the_new_a
         assert broken
         assert c.check() == {Outcome.DONE: 1}
         assert [len(given) for given in job.given] == [40, 40]
+
+    run(main())
+
+
+def test_an_engine_is_told_what_it_is_expected_to_hold_of_a_prompt() -> None:
+    """A prefill engine what placement has found there; one that serves several choices, what the first one leaves."""
+
+    async def main() -> None:
+        c = Cluster(prefill=1, decode=1)
+        told: dict[str, int] = {}
+        place, start = c.placing.place, c.pools.open
+
+        def knowing(*args: Any, **kwargs: Any) -> Any:
+            placed = place(*args, **kwargs)
+            return replace(placed, predicted_cached_tokens=32)
+
+        def noting(info: Any, kind: str, request: Any) -> None:
+            told[request.request_id] = request.predicted_cached_tokens
+            start(info, kind, request)
+
+        c.placing.place, c.pools.open = knowing, noting  # type: ignore[method-assign]
+        job = c.send(n=2, max_tokens=5)
+        await c.settle()
+        assert c.check() == {Outcome.DONE: 1}
+        assert (told["r0-1p"], told["r0-1d1"]) == (32, len(job.prompt) - 1)
 
     run(main())
 
@@ -98,7 +130,7 @@ def test_chaos(seed: int) -> None:
         loop = asyncio.get_running_loop()
         faults: Counter[str] = Counter()
 
-        def replace(worker) -> None:
+        def put_another(worker) -> None:
             c.pools.add(worker.info.role)
 
         async def break_things() -> None:
@@ -114,13 +146,13 @@ def test_chaos(seed: int) -> None:
                 if fault == "kill":
                     worker.kill()
                     loop.call_later(c.rng.random(), c.pools.remove, worker)
-                    loop.call_later(1 + c.rng.random(), replace, worker)
+                    loop.call_later(1 + c.rng.random(), put_another, worker)
                 elif fault == "stop":
                     worker.stopped = True
                     loop.call_later(c.rng.random() * 10, setattr, worker, "stopped", False)
                 else:
                     c.pools.remove(worker)
-                    loop.call_later(1.0, replace, worker)
+                    loop.call_later(1.0, put_another, worker)
 
         breaker = loop.create_task(break_things())
         for _ in range(600):
@@ -235,6 +267,150 @@ def test_a_stopped_worker_is_noticed_by_its_silence(role: Role) -> None:
     run(main())
 
 
+@pytest.mark.parametrize("told", [True, False])
+def test_workers_whose_links_broke_while_idle_serve_the_next_request(told: bool) -> None:
+    """Kind: dead worker stays attractive, the reverse: a link is made by a call, and who is not used gets none.
+
+    A cut may end a link at the worker's end alone.
+    """
+
+    async def main() -> None:
+        c = Cluster(prefill=1, decode=1)
+        c.send(max_tokens=5)
+        await c.settle()
+        for worker in c.pools.everyone:
+            worker.linked = False
+            if told:
+                c.dispatcher.on_link_lost(worker.info.worker_id)
+        await asyncio.sleep(60)
+        c.send(max_tokens=5)
+        await c.settle()
+        assert c.check() == {Outcome.DONE: 2}
+        assert c.dispatcher.retries == 0
+        assert [len(pool) for pool in c.placing.pools.values()] == [1, 1]
+
+    run(main())
+
+
+def test_a_silent_worker_comes_back_where_nobody_else_is_left() -> None:
+    async def main() -> None:
+        c = Cluster(prefill=1, decode=1)
+        c.send(max_tokens=5)
+        await c.settle()
+        (decode,) = [w for w in c.pools.everyone if w.info.role is Role.DECODE]
+        decode.linked = False
+        while c.placing.pools[Role.DECODE]:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        c.send(max_tokens=5)
+        await c.settle()
+        assert c.check() == {Outcome.DONE: 2}
+
+    run(main())
+
+
+def test_a_worker_that_stays_stopped_costs_few_requests_a_wait() -> None:
+    async def main() -> None:
+        c = Cluster(prefill=2, decode=2)
+        for _ in range(20):
+            c.send(max_tokens=5)
+        await c.settle()
+        stopped = next(w for w in c.pools.everyone if w.info.role is Role.DECODE)
+        stopped.stopped = True
+        while stopped.info.worker_id in c.placing.pools[Role.DECODE]:
+            c.send(max_tokens=5)
+            await asyncio.sleep(0.1)
+        jobs = []
+        for _ in range(600):
+            jobs.append(c.send(max_tokens=5))
+            await asyncio.sleep(0.1)
+        await c.settle()
+        waits = [(job.ended_s or 0) - job.request.arrival_s for job in jobs]
+        assert max(waits) < LIMITS.silent_s + 2
+        assert 4 <= sum(wait > 1 for wait in waits) <= 10, "one or two after 1, 2, 4, 8 and 16 s"
+        stopped.stopped = False
+        await asyncio.sleep(3)
+        assert c.check() == {Outcome.DONE: len(c.jobs)}
+        assert stopped.info.worker_id in c.placing.pools[Role.DECODE]
+
+    run(main())
+
+
+def test_a_leg_that_the_router_gives_up_ends_at_its_worker_too() -> None:
+    """Kind: Ray Serve cancellation holes. A call that "may or may not have been executed" runs on for nobody."""
+
+    async def main() -> None:
+        c = Cluster(prefill=1, decode=1)
+        lost = WorkerLost("the worker cannot be reached")
+        # A finished prefill, then a stream: each in its turn is said to have failed, and has not.
+        job = c.send(max_tokens=1000)
+        (prefill,) = [w for w in c.pools.everyone if w.info.role is Role.PREFILL]
+        (decode,) = [w for w in c.pools.everyone if w.info.role is Role.DECODE]
+        while not prefill.leases:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        c.dispatcher.on_leg_end("r0-1p", lost)
+        while "r0-2d0" not in decode.legs or len(job.given[0]) < 5:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        assert prefill.leases == 0
+        c.dispatcher.on_leg_end("r0-2d0", lost)
+        await asyncio.sleep(0.1)
+        assert "r0-2d0" not in decode.legs
+        c.dispatcher.client_left(job.request.request_id)
+        await c.settle()
+        c.check()
+
+    run(main())
+
+
+def test_a_lease_whose_worker_died_was_given_up_and_has_not_expired() -> None:
+    """Expired leases are a sign of a router that settles nothing."""
+
+    async def main() -> None:
+        c = Cluster(prefill=1, decode=1)
+        (prefill,) = [w for w in c.pools.everyone if w.info.role is Role.PREFILL]
+        (decode,) = [w for w in c.pools.everyone if w.info.role is Role.DECODE]
+        decode.stopped = True
+        c.send(max_tokens=5)
+        while not len(c.dispatcher.leases):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        prefill.kill()
+        c.pools.remove(prefill)
+        await asyncio.sleep(0.1)
+        decode.stopped = False
+        await c.settle()
+        counters = c.dispatcher.leases.counters()
+        assert (counters.granted, counters.released, counters.expired) == (1, 1, 0)
+
+    run(main())
+
+
+def test_an_open_pair_takes_another_decode_worker_before_it_gives_up_the_prefill_worker() -> None:
+    """Where a policy refuses clients without a prefill worker, one pair of two would refuse them all."""
+
+    async def main() -> None:
+        c = Cluster(prefill=1, decode=2)
+        config = PlacementConfig(no_prefill_worker="fail", conditional=False)
+        placer = Placer(config, lambda _: LinearTimes(), PrefixIndex())
+        for info in c.dispatcher.workers.values():
+            placer.add_worker(info, 0.0)
+        c.dispatcher.placer = placer
+        pairs, now = c.dispatcher.health.pairs, asyncio.get_running_loop().time()
+        pairs.failed(("p0", "d1"), now, fatal=True)
+        for _ in range(5):
+            c.send(max_tokens=5)
+        await asyncio.sleep(0.5)
+        assert [r.outcome for r in c.records] == [Outcome.DONE] * 5
+        assert {(r.prefill_worker, r.decode_worker) for r in c.records} == {("p0", "d2")}
+        now = asyncio.get_running_loop().time()
+        for decode in ("d1", "d2"):
+            pairs.failed(("p0", decode), now, fatal=True)
+        job = c.send(max_tokens=5)
+        assert (job.ends[0][0], job.ends[0][1].status) == (Outcome.REJECTED, 503)
+        await c.settle()
+        assert placer.reserved == 0
+
+    run(main())
+
+
 def test_a_worker_that_left_between_choice_and_call_costs_a_retry() -> None:
     """Kind: drain. New work that reaches a leaving worker goes elsewhere, the client unaware, nobody suspected."""
 
@@ -246,7 +422,7 @@ def test_a_worker_that_left_between_choice_and_call_costs_a_retry() -> None:
             c.send(max_tokens=5)
         await c.settle()
         assert c.check() == {Outcome.DONE: 20}
-        assert c.dispatcher.last_failure == {}
+        assert c.dispatcher.members.last_failure == {}
 
     run(main())
 

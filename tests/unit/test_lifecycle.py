@@ -13,6 +13,7 @@ from cluster.errors import (
     LeaseExpired,
     NoWorker,
     Overloaded,
+    RequestError,
     TenantOverBudget,
     TransferFailed,
     WorkerLost,
@@ -79,7 +80,7 @@ def play(m: Lifecycle, *history: tuple[float, Event]) -> list[Action]:
 ARRIVED = (0.0, Arrived())
 PLACED = (1.0, Placed(1, split()))
 TICKETED = (2.0, TicketReady(1, TICKET))
-FIRST = (3.0, DecodeOutput(1, 0, 1))
+FIRST = (3.0, DecodeOutput(1, 0, 1, pulled=True))
 
 
 def test_the_split_path_from_arrival_to_done() -> None:
@@ -88,7 +89,7 @@ def test_the_split_path_from_arrival_to_done() -> None:
     assert m.on(Placed(1, split()), 1.0) == [StartPrefill(1, "p0")]
     assert m.on(TicketReady(1, TICKET), 2.0) == [StartDecode(1, 0, "d0", TICKET), SetTimer(5, Limit.FIRST_TOKEN)]
     assert m.lease_open
-    assert m.on(DecodeOutput(1, 0, 1), 3.0) == [EndPrefill(1, pulled=True)]
+    assert m.on(DecodeOutput(1, 0, 1, pulled=True), 3.0) == [EndPrefill(1, pulled=True)]
     assert not m.lease_open
     assert m.on(DecodeOutput(1, 0, 3), 3.1) == []
     assert m.on(DecodeOutput(1, 0, 16, finished=True), 3.2) == [Unplace(1), Finish(Outcome.DONE)]
@@ -114,18 +115,25 @@ def test_one_token_is_served_by_the_prefill_engine_alone() -> None:
 def test_a_first_token_that_ends_the_answer_releases_the_lease() -> None:
     """Kind: max_tokens=1 and first-token endings."""
     m = machine()
-    actions = play(m, ARRIVED, PLACED, TICKETED, (3.0, DecodeOutput(1, 0, 1, finished=True)))
+    actions = play(m, ARRIVED, PLACED, TICKETED, (3.0, DecodeOutput(1, 0, 1, finished=True, pulled=True)))
     assert actions == [EndPrefill(1, pulled=True), Unplace(1), Finish(Outcome.DONE)]
+
+
+def test_kv_that_no_engine_pulled_is_given_back_with_the_first_output() -> None:
+    """Kind: decode silently repeats the prefill. Called pulled, its blocks would stay until the lease runs out."""
+    m = machine()
+    assert play(m, ARRIVED, PLACED, TICKETED, (3.0, DecodeOutput(1, 0, 1))) == [EndPrefill(1)]
+    assert not m.lease_open
 
 
 def test_an_answer_without_any_token_is_done_too() -> None:
     m = machine()
     actions = play(m, ARRIVED, PLACED, TICKETED, (3.0, DecodeOutput(1, 0, 0, finished=True)))
-    assert actions == [EndPrefill(1, pulled=True), Unplace(1), Finish(Outcome.DONE)]
+    assert actions == [EndPrefill(1), Unplace(1), Finish(Outcome.DONE)]
 
 
-def test_three_choices_share_one_prefill_and_the_lease_outlives_the_last_pull() -> None:
-    """Kind: n>1 over PD hangs."""
+def test_three_choices_share_one_prefill_and_one_pull() -> None:
+    """Kind: n>1 over PD hangs. The driver gives the ticket to the first choice and starts the others behind it."""
     m = machine(n=3)
     assert play(m, ARRIVED, PLACED) == [StartPrefill(1, "p0")]
     assert play(m, TICKETED) == [
@@ -134,10 +142,11 @@ def test_three_choices_share_one_prefill_and_the_lease_outlives_the_last_pull() 
         StartDecode(1, 2, "d0", TICKET),
         SetTimer(5, Limit.FIRST_TOKEN),
     ]
-    assert m.on(DecodeOutput(1, 1, 1), 3.0) == []
-    assert m.on(DecodeOutput(1, 0, 4, finished=True), 3.1) == []
-    assert m.lease_open
-    assert m.on(DecodeOutput(1, 2, 1), 3.2) == [EndPrefill(1, pulled=True)]
+    assert m.on(DecodeOutput(1, 0, 1, pulled=True), 3.0) == [EndPrefill(1, pulled=True)]
+    assert m.on(WorkerDown("p0"), 3.05) == [], "the stream needs it no more"
+    assert m.on(DecodeOutput(1, 1, 1), 3.1) == []
+    assert m.on(DecodeOutput(1, 0, 3, finished=True), 3.1) == []
+    assert m.on(DecodeOutput(1, 2, 1), 3.2) == []
     assert m.on(DecodeOutput(1, 2, 1, finished=True), 3.3) == []
     assert m.on(DecodeOutput(1, 1, 1, finished=True), 3.4) == [Unplace(1), Finish(Outcome.DONE)]
 
@@ -180,7 +189,7 @@ def test_a_client_that_leaves_ends_every_leg_at_any_moment(n: int, moment: list,
 def test_a_cancelled_choice_that_finished_is_not_cancelled() -> None:
     m = machine(n=2)
     play(m, ARRIVED, PLACED, TICKETED, (3.0, DecodeOutput(1, 0, 2, finished=True)))
-    assert m.on(ClientLeft(), 4.0)[:-1] == [CancelDecode(1, 1), EndPrefill(1), Unplace(1)]
+    assert m.on(ClientLeft(), 4.0)[:-1] == [CancelDecode(1, 1), Unplace(1)]
 
 
 # What comes late is given back
@@ -213,7 +222,7 @@ def test_late_events_give_back_what_they_carry(event: Event, expected: list[Acti
 def test_a_second_ticket_of_a_running_attempt_changes_nothing() -> None:
     m = machine()
     assert play(m, ARRIVED, PLACED, TICKETED, TICKETED) == []
-    assert m.on(DecodeOutput(1, 0, 1), 3.0) == [EndPrefill(1, pulled=True)]
+    assert m.on(DecodeOutput(1, 0, 1, pulled=True), 3.0) == [EndPrefill(1, pulled=True)]
     assert m.on(TicketReady(1, TICKET), 3.1) == [EndPrefill(1)]
 
 
@@ -236,8 +245,8 @@ def test_output_after_the_end_of_a_choice_is_ignored() -> None:
 # Refusals
 
 
-@pytest.mark.parametrize("status, kind", [(503, Overloaded), (429, TenantOverBudget)])
-def test_a_refusal_is_a_rejection_with_its_status_and_retry_after(status: int, kind: type[Overloaded]) -> None:
+@pytest.mark.parametrize("status, kind", [(503, Overloaded), (429, TenantOverBudget), (400, BadRequest)])
+def test_a_refusal_is_a_rejection_with_its_status_and_retry_after(status: int, kind: type[RequestError]) -> None:
     m = machine()
     m.on(Arrived(), 0.0)
     (finish,) = m.on(Refused(1, Rejection(status, "the queue is full", 2.0)), 0.1)
@@ -399,7 +408,7 @@ def test_migration_continues_after_the_tokens_that_were_sent() -> None:
     ]
     assert m.on(Placed(2, split("p0", "d1")), 3.3) == [StartPrefill(2, "p0", tokens_sent=5)]
     assert m.on(TicketReady(2, TICKET), 3.4) == [StartDecode(2, 0, "d1", TICKET, tokens_sent=5)]
-    assert m.on(DecodeOutput(2, 0, 15, finished=True), 3.5) == [
+    assert m.on(DecodeOutput(2, 0, 15, finished=True, pulled=True), 3.5) == [
         EndPrefill(2, pulled=True),
         Unplace(2),
         Finish(Outcome.DONE),

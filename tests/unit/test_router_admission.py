@@ -2,13 +2,17 @@
 
 import random
 from collections import Counter
+from collections.abc import Mapping
 
 import pytest
 
 from cluster.config import AdmissionConfig, PlacementConfig
 from cluster.messages import Placement, Rejection, Request, Role, Slo, WorkerInfo, WorkerSnapshot, WorkerState
 from cluster.perf.times import LinearTimes
-from router.admission import BURST_S, Admission, Admit, Forecast, Queue
+from router.admission import BURST_S, LOOKED_AT, PASSED_OVER, Admission, Admit, Forecast, Queue, share_of
+from router.block_keys import block_keys
+from router.fair_queue import FairQueue, Waiting
+from router.gateway.checks import clamp_priority
 from router.placement import Placer
 from router.prefix_index import PrefixIndex
 
@@ -17,14 +21,17 @@ _ids = iter(range(10**9))
 
 
 class Engine:
-    """One engine of so many tokens a second and so many KV tokens; the gate of these tests."""
+    """One engine of so many tokens a second and so many KV tokens; the gate of these tests. It counts forecasts."""
 
     def __init__(self, tokens_per_s: float = 10_000.0, kv_tokens: float = 1e9) -> None:
         self.tokens_per_s, self.kv_tokens = tokens_per_s, kv_tokens
-        self.free_s, self.used = 0.0, 0.0
+        self.free_s, self.used, self.asked = 0.0, 0.0, 0
         self.refuse: Rejection | None = None
 
-    def forecast(self, request: Request, now: float) -> Forecast | Rejection:
+    def forecast(
+        self, request: Request, now: float, ahead_s: Mapping[str, float] | None = None
+    ) -> Forecast | Rejection:
+        self.asked += 1
         if self.refuse is not None:
             return self.refuse
         if request.prompt_tokens > self.kv_tokens:
@@ -235,6 +242,229 @@ def test_what_does_not_fit_is_passed_over_and_then_waited_for():
     assert drain(admission, engine, 7.0) == [big, more]
 
 
+class Engines:
+    """A gate of several engines with a wait each; a request runs on the one that its tenant is called."""
+
+    def __init__(self, **waits_s: float) -> None:
+        self.waits_s, self.no_room = waits_s, set()
+        self.asked = 0
+
+    def forecast(
+        self, request: Request, now: float, ahead_s: Mapping[str, float] | None = None
+    ) -> Forecast | Rejection:
+        self.asked += 1
+        worker = request.tenant.split("-")[0]
+        wait = (ahead_s or {}).get(worker, self.waits_s[worker])
+        room = 1e6 if request.tenant in self.no_room else 0.0
+        return Forecast(wait, wait + 0.01, room, wait + 0.02, 0.0, worker, min(self.waits_s.values()))
+
+
+def two_engines(config: AdmissionConfig | None = None, **waits_s: float) -> tuple[Admission, Engines]:
+    engines = Engines(**waits_s)
+    return Admission(config or AdmissionConfig(), engines, SLO.ttft_s), engines
+
+
+def test_a_busy_engine_holds_up_those_that_wait_for_it_and_nobody_else():
+    admission, engines = two_engines(a=0.3, b=0.0)
+    for_a = [request(tenant="a") for _ in range(3)]
+    for_b = [request(tenant="b") for _ in range(2)]
+    for r in (*for_a, *for_b):
+        assert isinstance(admission.offer(r, 0.0), Queue)
+    assert [admission.next(0.0) for _ in range(3)] == [*for_b, None]
+    engines.waits_s["a"] = 0.2  # in their order, although the second one was not asked for until now
+    assert [admission.next(0.1) for _ in range(4)] == [*for_a, None]
+
+
+def test_with_a_queue_on_every_engine_one_forecast_says_so():
+    admission, engines = two_engines(a=0.3, b=0.26)
+    for i in range(20):
+        admission.offer(request(tenant="ab"[i % 2]), 0.0)
+    engines.asked = 0
+    assert admission.next(0.0) is None
+    assert engines.asked == 1
+
+
+def test_a_long_line_for_one_engine_costs_few_forecasts_and_is_looked_past():
+    admission, engines = two_engines(a=0.3, b=0.0)
+    for _ in range(100):
+        admission.offer(request(tenant="a"), 0.0)
+        assert admission.next(0.0) is None  # as after each arrival
+    last = request(tenant="b")
+    admission.offer(last, 0.0)
+    engines.asked = 0
+    assert admission.next(0.0) == last
+    assert engines.asked == 2
+
+
+def test_a_line_that_nobody_has_looked_at_is_looked_past_in_a_few_looks():
+    admission, engines = two_engines(a=0.3, b=0.0)
+    for _ in range(40):
+        admission.offer(request(tenant="a"), 0.0)
+    last = request(tenant="b-later", priority=1)
+    admission.offer(last, 0.0)
+    found = []
+    for _ in range(6):
+        engines.asked = 0
+        found.append(admission.next(0.0))
+        assert engines.asked <= PASSED_OVER + 1
+    assert last in found
+
+
+def test_who_chose_a_busy_engine_is_asked_again_where_another_became_free():
+    admission, engines = two_engines(a=0.3, b=0.24)
+    stays, moves = request(tenant="a"), request(tenant="a-2")
+    for r in (stays, moves):
+        admission.offer(r, 0.0)
+    assert admission.next(0.0) is None
+    asked: list[str] = []
+    ask = engines.forecast
+
+    def watched(r: Request, now: float, ahead_s: Mapping[str, float] | None = None) -> Forecast | Rejection:
+        asked.append(r.request_id)
+        return ask(r, now, ahead_s)
+
+    engines.forecast = watched  # type: ignore[method-assign]
+    engines.waits_s["b"] = 0.23  # hardly another figure: only the first is asked for
+    assert admission.next(0.01) is None
+    assert asked == [stays.request_id]
+    engines.waits_s["b"] = 0.0
+    assert admission.next(0.2) is None
+    assert asked[1:] == [stays.request_id, moves.request_id]
+
+
+def test_late_requests_for_a_busy_engine_leave_an_idle_one_to_the_late_behind_them():
+    admission, engines = two_engines(a=0.3, b=0.3)
+    late = [request(tenant=t) for t in ("a", "a", "b", "b")]
+    for r in late:
+        admission.offer(r, 0.0)
+    engines.waits_s["b"] = 0.0
+    assert admission.next(1.5) == late[2]
+    engines.waits_s |= {"a": 0.2, "b": 0.1}  # neither idles: one forecast says so
+    engines.asked = 0
+    assert admission.next(1.6) is None
+    assert engines.asked == 1
+
+
+def test_requests_behind_late_ones_that_cannot_go_are_seen():
+    admission, engines = two_engines(a=0.3, b=0.3)
+    for _ in range(2 * LOOKED_AT):
+        admission.offer(request(tenant="a"), 0.0)
+    lower = request(tenant="b", priority=3, arrival_s=1.4)
+    admission.offer(lower, 1.4)
+    engines.waits_s |= {"a": 0.1, "b": 0.1}
+    assert admission.next(1.5) == lower
+
+
+def test_a_starving_priority_gets_its_places_while_others_wait_for_a_busy_engine():
+    admission, engines = two_engines(AdmissionConfig(starvation_s=5.0, late_last=False), a=0.3, b=0.3)
+    for priority, tenant, count in ((0, "a", 5), (1, "b", 20), (2, "b", 20)):
+        for _ in range(count):
+            admission.offer(request(tenant=tenant, priority=priority), 5.0 if priority == 1 else 0.0)
+    engines.waits_s["b"] = 0.0
+    assert [admission.next(6.0).priority for _ in range(8)] == [2, 1] * 4
+
+
+def test_the_forecasts_of_one_look_are_bounded_whatever_the_priorities():
+    admission, engine = made(max_queue=2000)
+    engine.free_s = 0.5
+    for priority in range(1000):
+        admission.offer(request(tenant=f"t{priority}", priority=priority), 0.0)
+    engine.asked = 0
+    assert admission.next(0.45) is not None
+    assert engine.asked == 1
+    engine.free_s = 1.65  # some queue, so nothing late may go, and each priority has a late request
+    engine.asked = 0
+    assert admission.next(1.5) is None
+    assert engine.asked <= PASSED_OVER + 1
+    for priority in range(1000):
+        admission.offer(request(tenant=f"t{priority}", priority=priority, arrival_s=1.6), 1.6)
+    engine.free_s = 2.7  # each new one is about to be too late, and that takes a forecast
+    engine.asked = 0
+    assert admission.next(2.55) is None
+    assert engine.asked <= PASSED_OVER + 1
+
+
+def test_a_waiting_request_that_fits_nowhere_any_more_is_refused_and_holds_up_nobody():
+    admission, engine = made(Engine(kv_tokens=10_000), tenant_tokens_per_s=1000.0)
+    engine.free_s = 0.5
+    large, small = request(9000, tenant="large"), request(500, tenant="small")
+    for r in (large, small):
+        assert isinstance(admission.offer(r, 0.0), Queue)
+    engine.kv_tokens = 5000  # the larger engine has left
+    assert admission.next(0.4) == small
+    assert [(r.request, r.rejection.status) for r in admission.refusals(0.4)] == [(large, 400)]
+    assert len(admission) == 0
+    assert isinstance(admission.offer(request(4000, tenant="large"), 0.4), Admit), "it has paid for nothing"
+
+
+def placer_of(prefills: int, decodes: int = 1, **changes) -> Placer:
+    placer = Placer(PlacementConfig(conditional=False), lambda _: LinearTimes(), PrefixIndex(), visible_after_s=0.0)
+    for i in range(prefills + decodes):
+        role, name = (Role.PREFILL, f"p{i}") if i < prefills else (Role.DECODE, f"d{i - prefills}")
+        base = {"block_size_tokens": 16, "kv_total_blocks": 20_000, "kv_bytes_per_token": 131_072}
+        base |= {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "max_model_len": 32_768}
+        placer.add_worker(WorkerInfo(name, "1", role, **(base | changes)), 0.0)
+        placer.set_index_exact(name, True)
+    return placer
+
+
+def tokens_request(tokens: list[int], **changes) -> Request:
+    return request(len(tokens), block_keys=block_keys(tokens, 16), **changes)
+
+
+def hot_prefix(rng: random.Random) -> tuple[Placer, list[int]]:
+    """Two prefill engines: p0 holds a prefix of 0.39 s and has 0.3 s of work, p1 idles."""
+    placer, prefix = placer_of(2), [rng.randrange(150_000) for _ in range(8192)]
+    placer.index.store("p0", block_keys(prefix, 16))
+    tokens = int((0.3 - LinearTimes().fixed_s) / LinearTimes().per_prefill_token_s)
+    placer.on_snapshot(WorkerSnapshot("p0", "1", WorkerState.READY, queued_prefill_tokens=tokens), 0.0)
+    assert placer.find("p0").backlog_s(0.0) == pytest.approx(0.3, abs=0.001)
+    return placer, prefix
+
+
+def new(count: int, rng: random.Random) -> list[int]:
+    return [rng.randrange(150_000) for _ in range(count)]
+
+
+def test_a_request_that_waits_for_its_prefix_does_not_keep_a_cold_one_from_an_idle_engine():
+    rng = random.Random(2)
+    placer, prefix = hot_prefix(rng)
+    admission = Admission(AdmissionConfig(), placer, 1.0)
+    hot, cold = tokens_request(prefix + new(16, rng)), tokens_request(new(100, rng))
+    assert isinstance(admission.offer(hot, 0.0), Queue)
+    assert admission.next(0.0) is None
+    assert isinstance(admission.offer(cold, 0.0), Queue)
+    assert admission.next(0.0) == cold
+    assert placer.place(cold, 0.0, rng).prefill == "p1"
+    assert admission.next(0.0) is None
+    assert admission.next(0.06) == hot
+    assert placer.place(hot, 0.06, rng).prefill == "p0"
+
+
+def test_a_hot_prefix_moves_once_those_that_wait_for_it_cost_more_than_computing_it_again():
+    """Each costs p0 6 ms behind 0.3 s; computing all of it on p1 takes 0.4 s. So about 16 wait for p0."""
+    rng = random.Random(3)
+    placer, prefix = hot_prefix(rng)
+    admission = Admission(AdmissionConfig(), placer, 1.0)
+    hot = [tokens_request(prefix + new(16, rng)) for _ in range(40)]
+    moved = None
+    for waiting, r in enumerate(hot):
+        assert isinstance(admission.offer(r, 0.0), Queue)
+        moved = admission.next(0.0)
+        if moved is not None:
+            assert moved == r, "those before it keep their turn"
+            assert 14 <= waiting <= 18
+            break
+    place = placer.place(moved, 0.0, rng)
+    assert (place.prefill, place.predicted_cached_tokens) == ("p1", 0)
+    # From now on p1 computes the prefix, and its queue is too long for more.
+    assert admission.next(0.0) is None
+    assert placer.find("p1").backlog_s(0.0) == pytest.approx(0.4, abs=0.01)
+    # A retry of the request is a decision of its own.
+    placer.on_end(moved.request_id, 0.0)
+    assert placer.place(moved, 0.0, rng).prefill == "p0"
+
+
 def test_a_request_that_can_never_be_served_is_refused_at_once():
     admission, _ = made(Engine(kv_tokens=100))
     answer = admission.offer(request(1000), 0.0)
@@ -347,6 +577,18 @@ def test_a_flood_makes_its_own_requests_late_and_nobody_elses():
     assert in_time["flood"] >= 50
 
 
+def test_a_flood_with_a_priority_of_its_own_is_held_to_its_share():
+    """Without the gateway's limit the flood would be a class before everybody's."""
+    body = {"priority": -1}
+    clamp_priority(body, 0)
+    admission, engine = made(max_queue=10_000)
+    flood = [(i * 0.02, request(tenant="flood", arrival_s=i * 0.02, priority=body["priority"])) for i in range(500)]
+    quiet = [(i * 0.25, request(tenant="quiet", arrival_s=i * 0.25)) for i in range(40)]
+    admitted, _ = run(admission, engine, flood + quiet, until=10.0, step=0.01)
+    in_time = Counter(r.tenant for at, r in flood + quiet if admitted.get(r.request_id, 99.0) - at <= 0.89)
+    assert in_time["quiet"] == 40
+
+
 def test_budget_allows_a_burst_and_then_the_rate():
     engine = Engine(tokens_per_s=1e9)
     admission, _ = made(engine, tenant_tokens_per_s=1000.0)
@@ -356,6 +598,19 @@ def test_budget_allows_a_burst_and_then_the_rate():
     assert tokens == pytest.approx(1000 * 60 + 1000 * BURST_S, rel=0.05)
     assert {r.status for r in rejected.values()} == {429}
     assert all(r.retry_after_s >= 1.0 for r in rejected.values())
+
+
+def test_several_routers_keep_one_budget_together():
+    config = AdmissionConfig(tenant_tokens_per_s=1000.0, max_queue=101)
+    routers = [Admission(share_of(config, 2), Engine(tokens_per_s=1e9), SLO.ttft_s) for _ in range(2)]
+    admitted = 0
+    for i in range(600):  # 5,000 tokens/s
+        now = i * 0.1
+        admitted += isinstance(routers[i % 2].offer(request(500, tenant="a", arrival_s=now), now), Admit)
+    assert 500 * admitted == pytest.approx(1000 * 60 + 1000 * BURST_S, rel=0.05)
+    assert [r.config.max_queue for r in routers] == [51, 51]
+    assert share_of(config, 1) == config
+    assert share_of(AdmissionConfig(max_queue=1), 4).max_queue == 1
 
 
 def test_a_prompt_larger_than_the_burst_is_possible_and_then_paid_for():
@@ -467,6 +722,79 @@ def test_random_traffic_ends_every_request_once_in_bounded_memory(seed):
     assert not admission._active()
     assert len(ended) == offered
     assert set(ended.values()) <= {1}
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_requests_for_one_engine_keep_their_order_and_none_waits_for_an_engine_without_a_queue(seed):
+    """Random arrivals and departures on three engines, each look as the drivers make it: until there is nobody."""
+    rng = random.Random(seed)
+    admission, engines = two_engines(AdmissionConfig(late_last=False, starvation_s=1e9), a=0.0, b=0.0, c=0.0)
+    waiting: dict[str, Request] = {}
+    given: dict[tuple[str, int], list[float]] = {}
+    now = 0.0
+
+    def place(r: Request) -> None:
+        engines.waits_s[r.tenant] += rng.choice([0.02, 0.2])
+        given.setdefault((r.tenant, r.priority), []).append(r.arrival_s)
+
+    for step in range(400):
+        passed = rng.expovariate(20.0) + 2.0 * (step % 100 == 99)
+        now += passed
+        for name in engines.waits_s:
+            engines.waits_s[name] = max(0.0, engines.waits_s[name] - passed)
+        r = request(rng.choice([10, 3000]), tenant=rng.choice("aaaabc"), priority=rng.choice([0, 0, 2]), arrival_s=now)
+        answer = admission.offer(r, now)
+        if isinstance(answer, Admit):
+            place(r)
+        else:
+            waiting[r.request_id] = r
+        if waiting and rng.random() < 0.1:
+            admission.remove(waiting.pop(rng.choice(list(waiting))).request_id)
+        for _ in range(len(waiting) // PASSED_OVER + 1):  # each look asks for some that no look has asked for
+            while (found := admission.next(now)) is not None:
+                place(waiting.pop(found.request_id))
+        open_engines = {name for name, wait in engines.waits_s.items() if wait <= 0.25}
+        assert not open_engines & {r.tenant for r in waiting.values()} or len(waiting) > LOOKED_AT
+    assert all(arrivals == sorted(arrivals) for arrivals in given.values())
+    assert len(given) >= 5
+    assert len(admission._known) <= len(waiting) == len(admission)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_walk_along_a_lane_is_in_fair_order_though_some_leave_it_meanwhile(seed):
+    rng = random.Random(seed)
+    queue = FairQueue()
+    everyone: dict[str, list[Waiting]] = {}
+    for i in range(200):
+        tenant = rng.choice("abcdefgh")
+        waiting = Waiting(request(tenant=tenant), rng.choice([5.0, 7.0, 11.0]), float(i))
+        queue.add(waiting)
+        everyone.setdefault(tenant, []).append(waiting)
+        if rng.random() < 0.3:
+            taken = everyone[tenant].pop(0)
+            queue.take(taken)
+        everyone = {t: line for t, line in everyone.items() if line}
+    expected = []
+    for tenant, line in everyone.items():
+        start = queue.in_time.lines[tenant].start
+        for waiting in line:
+            expected.append((start, waiting))
+            start += waiting.cost
+    walked = list(queue.in_time.in_order())
+    assert len(walked) == len(expected) == queue.size
+    starts = {id(waiting): start for start, waiting in expected}
+    assert [starts[id(w)] for w in walked] == sorted(starts.values())
+    seen = []
+    for waiting in queue.in_time.in_order():
+        seen.append(waiting)
+        if rng.random() < 0.3:
+            queue.leave(waiting)
+        elif rng.random() < 0.3:
+            queue.set_late(waiting)
+        if rng.random() < 0.2 and (others := [w for w in walked if not w.gone and w not in seen]):
+            queue.leave(rng.choice(others))
+    assert len({id(w) for w in seen}) == len(seen)
+    assert set(map(id, seen)) >= {id(w) for w in walked if not w.gone}
 
 
 def test_prefill_is_held_back_while_decode_has_no_room():

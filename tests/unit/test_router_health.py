@@ -48,6 +48,68 @@ def test_silence_after_a_question_loses_the_worker_and_speech_brings_it_back() -
     assert h.look(never, 6.0) == [Change("w", Trust.USED, "answers")]
 
 
+def test_a_silent_worker_is_tried_by_one_request_after_a_while_that_doubles() -> None:
+    """A worker makes its link when a call comes: after a cut it may be well and, unused, never say so."""
+    h = health()
+    h.asked("w", -1.0)
+    h.heard("w", 0, 0.0)
+    now, waits = 0.0, []
+
+    def look_until_it_is(trust: Trust) -> float:
+        nonlocal now
+        for _ in range(100):
+            now += 0.5
+            h.look(never, now)
+            if h.trust("w") is trust:
+                return now
+        raise AssertionError(f"it is never {trust} again")
+
+    for _ in range(4):
+        lost_s = look_until_it_is(Trust.LOST)
+        waits.append(look_until_it_is(Trust.USED) - lost_s)
+        now += 0.25
+        assert h.asked("w", now) == Change("w", Trust.AVOIDED, "one request tries it")
+        assert h.asked("w", now) is None
+        h.look(never, now + 0.25)
+        assert h.trust("w") is Trust.AVOIDED
+    assert waits == [1, 2, 4, 8]
+    h.heard("w", 1, now + 0.3)
+    assert h.look(never, now + 0.5) == [Change("w", Trust.USED, "answers")]
+    changes = look_until(h, never, now + 0.5, now + 6.5, hear=False)
+    assert [c.trust for c in changes] == [Trust.LOST, Trust.USED], "its word has ended the row: a second again"
+
+
+def test_a_worker_without_a_link_owes_no_message_until_it_is_asked() -> None:
+    h = health()
+    h.asked("w", -1.0)
+    h.heard("w", 0, 0.0)
+    assert h.unlinked("w", 1.0) == Change("w", Trust.AVOIDED, "the link broke")
+    assert look_until(h, never, 1.0, 100, hear=False) == [Change("w", Trust.USED, "answers")]
+    assert h.asked("w", 100.0) is None
+    assert look_until(h, never, 100, 114.5, hear=False) == [], "the first word may take longer again"
+    assert look_until(h, never, 114.5, 115.0, hear=False)[0].trust is Trust.LOST
+
+
+def test_with_nobody_else_left_a_silent_worker_is_tried_at_once_and_by_one_request_at_a_time() -> None:
+    h = health()
+    h.asked("w", -1.0)
+    h.heard("w", 0, 0.0)
+    h.look(never, 5.0)
+    assert h.take_back("w") == Change("w", Trust.USED, "nobody else is left")
+    assert h.take_back("w") is None
+    h.asked("w", 5.1)
+    assert h.take_back("w") is None, "a request tries it"
+    h.heard("w", 0, 5.2)
+    h.look(never, 5.5)
+    assert h.trust("w") is Trust.USED
+
+
+def test_a_worker_that_answers_and_makes_no_step_is_not_taken_back() -> None:
+    h = health()
+    assert look_until(h, always, 0, 10.5)[0].trust is Trust.LOST
+    assert h.take_back("w") is None
+
+
 def test_the_first_word_may_take_longer() -> None:
     h = health()
     h.asked("w", 0.0)

@@ -369,6 +369,36 @@ def test_decode_without_room_is_waited_for_and_a_prompt_that_never_fits_is_refus
     assert placer.reserved == 0
 
 
+@pytest.mark.parametrize("config", [SPLIT_ONLY, PlacementConfig()])
+def test_more_choices_than_an_engine_holds_at_once_are_no_reason_to_refuse(config):
+    """They are sequences of their own, which queue and are preempted in the engine."""
+    rng = random.Random(31)
+    placer = cluster(prefills=1, decodes=1, config=config)
+    placer.model.output_tokens.value = 2000.0
+    d = placer.find("d0")
+    for n in (200, 300):  # 25,000 blocks of answers; more sequences than the engine runs
+        r = request(100, rng, n=n, output=4000)
+        assert placer.forecast(r, 0.0).room_s == 0.0, "all of an empty engine is enough"
+        placed(placer, r, 0.0, rng)
+        assert d.free_blocks == 0
+        other = placer.forecast(request(100, rng, n=n), 0.0)
+        assert 0.0 < other.room_s < 3600.0
+        placer.on_end(r.request_id, 0.0)
+        assert (d.free_blocks, d.free_sequences) == (20_000, 256)
+
+
+def test_a_prompt_must_leave_one_block_for_its_answer():
+    rng = random.Random(32)
+    placer = Placer(SPLIT_ONLY, lambda _: TIMES, PrefixIndex())
+    for name, role in (("p0", Role.PREFILL), ("d0", Role.DECODE)):
+        placer.add_worker(info(name, role, kv_total_blocks=100), 0.0)
+    for output in (1, 200):
+        r = request(99 * BLOCK, rng, output=output)
+        assert placed(placer, r, 0.0, rng).prefill == "p0"
+        placer.on_end(r.request_id, 0.0)
+        assert placer.place(request(99 * BLOCK + 1, rng, output=output), 0.0, rng).status == 400
+
+
 def test_reservations_fill_decode_before_any_snapshot():
     rng = random.Random(13)
     placer = Placer(SPLIT_ONLY, lambda _: TIMES, PrefixIndex())
@@ -475,6 +505,11 @@ def test_near_pairs_win_once_far_transfers_have_been_seen_to_be_slow():
 
     assert same("node") < 30
     size = 4000 * 131_072
+    for _ in range(10):  # the engines that ended a request did not make the transfer that it measured
+        moved = RequestRecord("x", Outcome.DONE, SLO, 0.0, 1.0, prefill_worker="p0", decode_worker="d0", migrations=1)
+        moved.transfer_bytes, moved.stage_s = size, {Stage.KV_TRANSFER: 20 * TIMES.transfer_s(size)}
+        placer.observe(moved)
+    assert all(mean.samples == 0 for mean in placer.model.distance_factor.values())
     for p, d, slowdown in (("p0", "d0", 1.0), ("p0", "d1", 3.0), ("p0", "d2", 10.0)):
         for _ in range(10):
             stages = {Stage.KV_TRANSFER: slowdown * TIMES.transfer_s(size)}
@@ -675,3 +710,69 @@ def test_one_token_is_the_prefill_engines_own():
     one = placer.place(request(40, random.Random(2), output=1), 0.0, random.Random(1))
     assert short.path is not Path.SPLIT, "a short prompt is computed where it is decoded"
     assert one.path is Path.SPLIT and one.prefill is not None
+
+
+def test_one_token_neither_waits_for_decode_nor_takes_anything_of_it():
+    rng = random.Random(33)
+    placer = cluster(2, 1)
+    placer.on_snapshot(snapshot("d0", running=256, kv_used_blocks=20_000), 0.0)
+    placer.model.output_tokens.value = 4000.0
+    one, more = request(4000, rng, output=1), request(4000, rng, output=2)
+    assert placer.forecast(more, 0.0).room_s > placer.forecast(more, 0.0).ready_s
+    forecast = placer.forecast(one, 0.0)
+    work = TIMES.step_s([(4000, 0)], 0, 0)
+    assert forecast.room_s == 0.0
+    assert forecast.ttft_s == pytest.approx(work)  # no transfer, no step of decode
+    d = placer.find("d0")
+    before = (d.free_sequences, d.free_blocks, d.recent(0.0), d.tightest_tpot_s)
+    place = placed(placer, one, 0.0, rng)
+    assert place.predicted_ttft_s == pytest.approx(work)
+    assert not d.own
+    assert (d.free_sequences, d.free_blocks, d.recent(0.0), d.tightest_tpot_s) == before
+    p = placer.find(place.prefill)
+    assert (p.leases, p.free_blocks) == (1, 20_000 - 250)
+    assert placed(placer, request(4000, rng, output=1), 0.0, rng).prefill != place.prefill
+    placer.on_first_token(one.request_id, 0.1)
+    assert (p.leases, p.free_blocks) == (0, 20_000)
+    placer.on_end(one.request_id, 0.2)
+    assert (d.free_sequences, d.free_blocks) == before[:2]
+
+
+def test_one_token_is_remembered_where_it_was_computed():
+    rng = random.Random(34)
+    placer = cluster(2, 1)
+    for name in ("p0", "p1", "d0"):
+        placer.set_index_exact(name, False)
+    one = request(1600, rng, output=1)
+    home = placed(placer, one, 0.0, rng).prefill
+    placer.on_first_token(one.request_id, 0.1)
+    placer.on_end(one.request_id, 0.1)
+    assert placer.index.longest_match(one.block_keys) == {home: 100}
+
+
+def test_one_token_needs_no_decode_engine_that_could_hold_its_prompt():
+    rng = random.Random(35)
+    placer = cluster(1, 0)
+    placer.add_worker(info("d0", Role.DECODE, kv_total_blocks=50), 0.0)
+    assert placed(placer, request(1600, rng, output=1), 0.0, rng).prefill == "p0"
+    assert placer.place(request(1600, rng), 0.0, rng).status == 400
+
+
+def test_what_waits_in_the_router_counts_like_a_queue():
+    rng = random.Random(36)
+    placer, prefix = cluster(2, 1, SPLIT_ONLY), new(2048, rng)
+    placer.index.store("p0", block_keys(prefix, BLOCK))
+    r = request(prefix + new(16, rng))
+    again = TIMES.step_s([(2064, 0)], 0, 0)
+    there = placer.forecast(r, 0.0, {"p0": 0.5 * again})
+    assert (there.worker, there.wait_s, there.least_wait_s) == ("p0", 0.5 * again, 0.0)
+    elsewhere = placer.forecast(r, 0.0, {"p0": 2 * again})
+    assert (elsewhere.worker, elsewhere.wait_s) == ("p1", 0.0)
+    assert placed(placer, r, 0.0, rng).prefill == "p1", "as it was let through"
+    # Nobody is drawn to an engine for which others wait, where that is as good as another.
+    tie = request(prefix + new(16, rng))
+    for queued in (0.99 * again, again, 1.01 * again):
+        placer.on_snapshot(snapshot("p1"), 10.0)
+        expected = placer.forecast(tie, 10.0, {"p0": queued}).worker
+        assert placed(placer, tie, 10.0, rng).prefill == expected
+        placer.on_end(tie.request_id, 10.0)

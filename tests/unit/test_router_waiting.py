@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import random
+from typing import Any
 
 from fake_pools import FakeJob, FakePools, deliver
 
 from cluster.config import AdmissionConfig, LimitsConfig, PlacementConfig
 from cluster.engine.simulation.virtual_time import run_virtual as run
-from cluster.messages import Outcome, Rejection, RequestRecord, Role, Stage
+from cluster.messages import Outcome, Rejection, Request, RequestRecord, Role, Stage
 from cluster.perf.times import LinearTimes
-from router.admission import Admission, Refusal
+from router.admission import PASSED_OVER, Admission, Forecast, Refusal
 from router.dispatcher import Dispatcher
 from router.placement import Placer
 from router.prefix_index import PrefixIndex
@@ -113,6 +114,61 @@ def test_cancelled_and_timed_out_requests_leave_the_queue() -> None:
         assert outcomes.count(Outcome.CANCELLED) == 10
         assert outcomes.count(Outcome.DONE) >= 60
         assert outcomes.count(Outcome.DONE) + outcomes.count(Outcome.CANCELLED) < 110  # the rest waited too long
+
+    run(main())
+
+
+def test_reports_of_load_cost_no_forecasts_beyond_those_of_every_ten_milliseconds() -> None:
+    """Every step of every engine sends one."""
+
+    async def main() -> None:
+        c = Cluster()
+        asked: list[float] = []
+        ask = c.placer.forecast
+
+        def counted(request: Request, now: float, *ahead: Any) -> Forecast | Rejection:
+            asked.append(now)
+            return ask(request, now, *ahead)
+
+        c.placer.forecast = counted  # type: ignore[method-assign]
+        for _ in range(75):
+            c.send(max_tokens=400)
+        await asyncio.sleep(1.0)
+        assert len(c.admission) > 5, "decode has no room for them"
+        loads = list(c.dispatcher.loads.values())
+        asked.clear()
+        for i in range(1000):
+            c.dispatcher.on_load(loads[i % len(loads)])
+        assert not asked
+        await asyncio.sleep(0.1)
+        assert 9 <= len(set(asked)) <= 11
+        assert len(asked) <= 11 * (PASSED_OVER + 1)
+        await c.settle()
+        c.check()
+
+    run(main())
+
+
+def test_an_error_while_one_is_placed_does_not_end_the_looks() -> None:
+    async def main() -> None:
+        c = Cluster(wait_for_workers=True, prefill=0, decode=0)
+        job = c.send()
+        await asyncio.sleep(0.1)
+        look, failures = c.admission.next, iter([True])
+
+        def broken(now: float) -> Request | None:
+            if next(failures, False):
+                raise RuntimeError("a mistake of ours")
+            return look(now)
+
+        c.admission.next = broken  # type: ignore[method-assign]
+        asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+        await asyncio.sleep(0.1)
+        c.pools.add(Role.PREFILL)
+        c.pools.add(Role.DECODE)
+        await c.settle()
+        c.check()
+        assert job.ends[0][0] is Outcome.DONE
 
     run(main())
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 from fake_cluster import Cluster
+from virtual_pools import VirtualPools
 
+from cluster.config import parse
+from cluster.engine.simulation.sampling import PlainSampling
 from cluster.engine.simulation.virtual_time import run_virtual as run
+from cluster.messages import Role
 from router.warmup import Warmup, _WarmJob
 
 
@@ -30,3 +35,33 @@ def test_every_pair_meets_and_routers_that_share_workers_never_share_an_id(monke
     run(main())
     assert len(opened) >= 8
     assert len(set(opened)) == len(opened)
+
+
+@pytest.mark.parametrize("failing, state", [(0, "ready"), (1, "ready"), (99, "the KV was not pulled")])
+def test_a_pair_is_ready_once_kv_has_gone_from_one_to_the_other(
+    monkeypatch: pytest.MonkeyPatch, failing: int, state: str
+) -> None:
+    """An engine that cannot pull computes the prompt itself, and the request is answered all the same."""
+    sampling = PlainSampling(max_tokens=2, ignore_eos=True)
+    monkeypatch.setattr(_WarmJob, "leg", lambda self, choice, sent: (self._prompt, sampling))
+    limits = {"silent_s": 3600, "stall_s": 3600}
+    config = parse({"engine": {"kind": "simulated"}, "router": {"limits": limits}})
+
+    async def main() -> str:
+        pools = VirtualPools(config)
+        pools.dispatcher._deliver = lambda batch: []
+        await pools.start()
+        pools.engines["decode-0"].faults.failing_transfers = failing
+        warmup = Warmup(pools.dispatcher, "r1", 2048)
+        for info in list(pools.dispatcher.workers.values()):
+            if info.role is Role.DECODE:
+                warmup.on_worker(info, True)
+        while warmup.warming:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+        pools.dispatcher.end_all("over")
+        for engine in pools.engines.values():
+            await engine.shutdown()
+        (found,) = warmup.state.values()
+        return found
+
+    assert run(main()).startswith(state)

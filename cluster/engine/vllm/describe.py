@@ -33,7 +33,7 @@ def worker_info(
         block_size_tokens=cache.block_size,
         kv_total_blocks=cache.num_gpu_blocks or 0,
         kv_bytes_per_token=kv_bytes_per_token(vllm_config),
-        max_num_seqs=scheduler.max_num_seqs,
+        max_num_seqs=scheduler.max_num_seqs * pool.layout.dp,  # vLLM's is a rank's
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
         max_model_len=vllm_config.model_config.max_model_len,
         tp=parallel.tensor_parallel_size,

@@ -10,7 +10,9 @@ import asyncio
 import contextlib
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from cluster.config import ClusterConfig
@@ -19,6 +21,15 @@ from cluster.engine.vllm.arguments import EngineSettings, engine_arguments
 from cluster.engine.vllm.transfers import Transfers
 from cluster.errors import BadRequest, EngineFailed, TransferFailed
 from cluster.messages import Role, WorkerInfo, WorkerSnapshot, WorkerState
+
+
+@dataclass(slots=True)
+class _Rank:
+    """Statistics of one attention-DP rank as it last spoke; each speaks for itself."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0
 
 
 class VllmEngine:
@@ -33,8 +44,10 @@ class VllmEngine:
         self._transfers = Transfers(info.kv_bytes_per_token)
         self._queued_tokens: dict[str, int] = {}
         self._callbacks: list[Callable[[WorkerSnapshot], None]] = []
-        self._steps = self._running = self._waiting = 0
-        self._kv_usage = 0.0
+        self._ranks: defaultdict[int, _Rank] = defaultdict(_Rank)
+        self._steps = 0
+        self._stepped: set[int] = set()  # ranks whose step is counted in the latest of `_steps`
+        self._dp = max(1, info.accelerators // (info.tp * info.pp))
         self._dead: str | None = None
         self._reader = asyncio.get_running_loop().create_task(self._read(), name="engine outputs")
 
@@ -69,16 +82,17 @@ class VllmEngine:
         return self._info
 
     def snapshot(self) -> WorkerSnapshot:
+        ranks = self._ranks.values()
         return WorkerSnapshot(
             worker_id=self._info.worker_id,
             incarnation=self._info.incarnation,
             state=WorkerState.DEAD if self._dead else WorkerState.READY,
             steps=self._steps,
             # An engine that has nothing left makes no step, so its last statistics still count what was aborted.
-            running=self._running if self._sinks else 0,
-            waiting=self._waiting if self._sinks else 0,
+            running=sum(rank.running for rank in ranks) if self._sinks else 0,
+            waiting=sum(rank.waiting for rank in ranks) if self._sinks else 0,
             queued_prefill_tokens=sum(self._queued_tokens.values()),
-            kv_used_blocks=round(self._kv_usage * self._info.kv_total_blocks),
+            kv_used_blocks=round(sum(rank.kv_usage for rank in ranks) / self._dp * self._info.kv_total_blocks),
         )
 
     def on_step(self, callback: Callable[[WorkerSnapshot], None]) -> None:
@@ -95,11 +109,14 @@ class VllmEngine:
         from cluster.engine.vllm.sampling import leg_sampling
 
         self._sinks[request.request_id] = (sink, Timing())
-        self._queued_tokens[request.request_id] = len(request.prompt_token_ids)
+        # The last token of a prompt is always computed here; of one that is pulled, it alone.
+        queued_tokens = max(1, len(request.prompt_token_ids) - request.predicted_cached_tokens)
         if request.kv_transfer_params is not None and request.kv_transfer_params.get("do_remote_prefill"):
+            queued_tokens = 1
             self._pulls[request.request_id] = time.monotonic(), len(request.prompt_token_ids)
             prefill_tp = int(request.kv_transfer_params.get("tp_size") or 1)
             self._transfers.reads_per_request = max(self._info.tp, prefill_tp)
+        self._queued_tokens[request.request_id] = queued_tokens
         try:
             await self._core.add_request_async(
                 EngineCoreRequest(
@@ -183,12 +200,12 @@ class VllmEngine:
                         )
                     else:
                         sink(output.request_id, delta)
-                stats = outputs.scheduler_stats
+                self._count_step(outputs.engine_index)
+                rank, stats = self._ranks[outputs.engine_index], outputs.scheduler_stats
                 if stats is not None:
-                    self._running = stats.num_running_reqs
-                    self._waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
-                    self._kv_usage = stats.kv_cache_usage
-                self._steps += 1
+                    rank.running = stats.num_running_reqs
+                    rank.waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
+                    rank.kv_usage = stats.kv_cache_usage
                 snapshot = self.snapshot() if self._callbacks else None
                 for callback in self._callbacks:
                     callback(snapshot)  # type: ignore[arg-type]
@@ -203,6 +220,13 @@ class VllmEngine:
                 sink(request_id, error)
             for callback in self._callbacks:
                 callback(self.snapshot())
+
+    def _count_step(self, rank: int) -> None:
+        """Ranks step side by side, so a second one's output is no further step; any rank's next one is."""
+        if not self._stepped or rank in self._stepped:
+            self._steps += 1
+            self._stepped.clear()
+        self._stepped.add(rank)
 
     def _forget(self, request_id: str) -> bool:
         self._queued_tokens.pop(request_id, None)

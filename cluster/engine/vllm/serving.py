@@ -15,7 +15,7 @@ from http import HTTPStatus
 from typing import Any
 
 from vllm.engine.protocol import EngineClient
-from vllm.exceptions import GracefulHTTPError, VLLMValidationError
+from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMValidationError
 from vllm.outputs import RequestOutput
 from vllm.renderers import renderer_from_config
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -99,6 +99,10 @@ class ServingClient(EngineClient):
         """Start it; output comes back through `deliver`, the end through `finish`."""
 
     @abstractmethod
+    def refused(self, error: BadRequest) -> None:
+        """A request is not submitted, and whoever streams its answer may have to say why."""
+
+    @abstractmethod
     def withdraw(self, generation: Generation) -> None:
         """The client has left."""
 
@@ -165,9 +169,20 @@ class ServingClient(EngineClient):
         priority: int = 0,
         **_: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        generation = self._generation(
-            prompt, sampling_params, request_id, prompt_text, lora_request, tokenization_kwargs, trace_headers, priority
-        )
+        try:
+            generation = self._generation(
+                prompt,
+                sampling_params,
+                request_id,
+                prompt_text,
+                lora_request,
+                tokenization_kwargs,
+                trace_headers,
+                priority,
+            )
+        except (VLLMClientError, ValueError) as e:
+            self.refused(BadRequest(str(e)))
+            raise
         finished = False
         try:
             self.submit(generation)
@@ -209,6 +224,9 @@ class ServingClient(EngineClient):
         assert params is not None
         if core.prompt_token_ids is None or core.prompt_embeds is not None:
             raise VLLMValidationError("prompt embeddings are not supported by a split cluster", parameter="prompt")
+        if core.mm_features:
+            # Legs carry token ids alone: engines would answer without having seen them.
+            raise VLLMValidationError("images, audio and video are not supported by a cluster", parameter="messages")
         drop_client_transfer(params)
         text = prompt.get("prompt") if isinstance(prompt, dict) else None
         generation = Generation(
@@ -338,8 +356,8 @@ class ServingClient(EngineClient):
 def is_movable(params: SamplingParams) -> bool:
     """Whether prompt + tokens sent is the whole state of a generation.
 
-    It is not with a grammar (its state is lost), a seed (its generator has advanced), several choices, or
-    penalties (they count output tokens apart from the prompt's).
+    It is not with a grammar (its state is lost), a seed (its generator has advanced), several choices, penalties (they
+    count output tokens apart from the prompt's), or words and repetitions that are looked for in the output alone.
     """
     return (
         params.n == 1
@@ -349,6 +367,8 @@ def is_movable(params: SamplingParams) -> bool:
         and not params.frequency_penalty
         and (params.repetition_penalty or 1.0) == 1.0
         and params.prompt_logprobs is None
+        and not params.bad_words
+        and params.repetition_detection is None
     )
 
 
