@@ -203,6 +203,8 @@ class RequestRecord:
         itl_s: every gap between consecutive output tokens; a message with k tokens is k samples of gap/k.
         cached_tokens: prompt tokens that the prefilling engine did not compute.
         decode_computed_tokens: prompt tokens that the decode engine computed (one block at most on a split path).
+        deadline_passed: the client left, and its tokens had come slower than its TPOT limit.
+        status: HTTP status of the error that ended it; None without one.
     """
 
     request_id: str
@@ -232,3 +234,4 @@ class RequestRecord:
     migrations: int = 0
     finish_reason: str | None = None
     error: str | None = None
+    status: int | None = None

@@ -1,8 +1,9 @@
 """Demand at the entrance: rates of arrivals and tokens from counters, over windows of a bounded history.
 
 Demand is never read from completions per second: at the exit of a saturated system those stay flat however many
-requests wait. Completions only tell what a request is made of (its uncached prompt, its output), and of these only the
-requests that were served: those that were refused or gave up would make all look cheap.
+requests wait. What a rule turns away (4xx) is none: replicas would not serve it. Completions only tell what a request
+is made of (its uncached prompt, its output), and of these only the requests that were served: those that were rejected
+or gave up would make all look cheap.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class History:
         """Variance over mean of arrivals per tick (1 for Poisson), from successive differences without the largest,
         so that neither a trend nor one jump counts. Between 1 and 8. The last `skip_s` seconds are left out."""
         until_s = self.samples[-1][0] - skip_s if self.samples else 0.0
-        points = [(at_s, c.get("started")) for at_s, c in self.samples if at_s <= until_s]
+        points = [(at_s, c.to_serve) for at_s, c in self.samples if at_s <= until_s]
         counts = [b[1] - a[1] for a, b in pairwise(points)]
         mean = sum(counts) / len(counts) if counts else 0.0
         if len(counts) < 6 or mean <= 0:
@@ -88,8 +89,8 @@ def measure(history: History, settings: Settings) -> Demand:
     # A change is judged by the noise before it, not by the jump itself.
     arrivals, uncertainty = _arrivals_per_s(history, settings, history.dispersion(settings.look_back_s / 2))
     made_of = _composition(history, settings)
-    came, served_prompts = made_of.get("started"), made_of.get("served_prompt_tokens")
-    prompts = arrivals * made_of.get("started_prompt_tokens") / came if came else 0.0
+    came, served_prompts = made_of.to_serve, made_of.get("served_prompt_tokens")
+    prompts = arrivals * made_of.prompt_tokens_to_serve / came if came else 0.0
     by_prefill = by_decode = 0.0
     if served_prompts > 0:
         by_prefill = made_of.get("computed_tokens", "prefill") / served_prompts
@@ -134,7 +135,7 @@ def _arrivals_per_s(history: History, settings: Settings, dispersion: float) -> 
         window_s, counts = history.window(length_s)
         if not window_s:
             continue
-        came = counts.get("started")
+        came = counts.to_serve
         expected = rate * window_s
         if not known or abs(came - expected) > sigmas * math.sqrt(max(1.0, dispersion * expected)):
             rate, known = came / window_s, True
@@ -146,6 +147,6 @@ def _composition(history: History, settings: Settings) -> GoodputCounters:
     """Counts of the shortest window, from one look-back up, with enough requests to tell what one is made of."""
     for look_backs in range(1, REACH):
         _, counts = history.window(look_backs * settings.look_back_s)
-        if min(counts.get("served"), counts.started) >= ENOUGH * settings.min_samples:
+        if min(counts.get("served"), counts.to_serve) >= ENOUGH * settings.min_samples:
             return counts
     return history.window(REACH * settings.look_back_s)[1]

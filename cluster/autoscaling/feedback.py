@@ -2,7 +2,8 @@
 
 Only misses that replicas can mend count: waiting in a pool's stages, and decode steps that are too slow because of
 their batch. A miss of serving alone (prefill compute) is not charged to any pool; where such misses alone exceed
-what the attainment allows, the SLO is unattainable: a warning, and no reason to run to the maximum.
+what the attainment allows, the SLO is unattainable: a warning, and no reason to run to the maximum. Neither count
+limits that clients set for themselves below the cluster's: routers judge what they tell here by the wider of the two.
 """
 
 from __future__ import annotations

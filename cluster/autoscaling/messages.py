@@ -96,7 +96,7 @@ class Settings:
 
         def pool(role: Role, of: PoolConfig) -> PoolSettings:
             seqs = of.engine_args.get("max_num_seqs", config.engine.args.get("max_num_seqs"))
-            cost = of.layout.tp * of.layout.pp * of.layout.dp
+            cost = of.layout.ranks
             return PoolSettings(of.replicas.min, of.replicas.max, cost, seqs, priors.get(role))
 
         prefill = config.pools.prefill
@@ -224,6 +224,7 @@ REASONS = (
     "steady",  # within the hysteresis
     "delay",  # waiting for a delay to pass
     "budget",  # held back by the shared accelerators
-    "bounds",  # held by min or max
+    "maximum",  # the pool's max is less than it needs
+    "minimum",  # the pool's min is more than it needs
     "no data",  # hold
 )

@@ -110,7 +110,8 @@ def _hold(state: State, seen: Observation, problem: str) -> tuple[State, Decisio
     bounded = {role: min(max(were[role], b.min), b.max) for role, b in settings.pools.items()}
     shared = split(settings, bounded, bounded, bounded)
     for role, target in shared.items():
-        reason = "no data" if target == were[role] else "bounds" if target == bounded[role] else "budget"
+        clamped = "maximum" if target < were[role] else "minimum"
+        reason = "no data" if target == were[role] else clamped if target == bounded[role] else "budget"
         decided[role] = PoolDecision(target, reason, f"hold: {problem}")
         pools[role] = replace(state.pools[role], target=target, needs=(), running=())
     state = replace(state, pools=pools, since_s=None, seen=None, queue=())
@@ -274,7 +275,8 @@ def _settle(
         if target != bounded[role]:
             reason, why = "budget", f"{why}; wants {bounded[role]}, {settings.accelerators_max} accelerators in all"
         elif bounded[role] != wish.target:
-            reason, why = "bounds", f"{why}; wants {wish.target}, bounds {bounds.min} to {bounds.max}"
+            reason = "maximum" if wish.target > bounds.max else "minimum"
+            why = f"{why}; wants {wish.target}, bounds {bounds.min} to {bounds.max}"
         asked, was = seen.pools[role].target, state.pools[role].target
         if asked is not None and was is not None and asked != was:
             warnings.append(f"{role.value} pool was set to {asked} by somebody else, not {was}")

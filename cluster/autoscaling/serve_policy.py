@@ -63,10 +63,20 @@ class GoodputPolicy:
         try:
             self._note_loads(contexts)
             targets = self._targets({name: ctx for name, (_, ctx) in by_name.items()})
-        except Exception:
+        except Exception as e:
             log.exception("autoscaling: the policy failed; targets are held")
+            self._tell_failure(e)
             targets = {}
         return {by_name[name][0]: n for name, n in targets.items() if name in by_name}, None
+
+    def _tell_failure(self, e: Exception) -> None:
+        """Once, where no decision was ever made: the age of its data is what alerts on an autoscaler that holds."""
+        if self._decision is None and self._data_at_s is None:
+            now = self._data_at_s = time.time()
+            if self._publisher is not None:
+                warning = f"the policy fails: {type(e).__name__}: {e}"
+                nothing: dict[str, Any] = {"pools": {}, "figures": {}}
+                self._publisher.publish({"at_s": now, "data_at_s": now, "warnings": [warning], **nothing})
 
     def _note_loads(self, contexts: Mapping[Any, Any]) -> None:
         """For the choice of which replicas leave, should this loop make a pool smaller."""

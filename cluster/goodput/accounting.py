@@ -4,8 +4,10 @@ The router, the simulator and the load tests all count with this module, so thei
 
     good      finished without error, TTFT <= slo.ttft_s, TPOT <= slo.tpot_s, ITL p99 <= slo.itl_p99_s where set
     excused   the client left by itself before any deadline had passed: neither good nor missed
+    refused   answered 4xx before a token (a tenant beyond its budget, a prompt that fits nowhere): neither good nor
+              missed, because no number of replicas would have served it
     missed    everything else that ended: late, failed, rejected, or cancelled after a deadline had passed
-    offered   every request that arrived = good + missed + excused + running
+    offered   every request that arrived = good + missed + excused + refused + running
 
 A miss is charged to exactly one stage:
 
@@ -32,7 +34,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from cluster.goodput.timing import itl_p99_s
 from cluster.messages import Outcome, RequestRecord, Role, Slo, Stage
@@ -45,6 +47,8 @@ WAITING = (Stage.ROUTER_QUEUE, Stage.PREFILL_QUEUE, Stage.KV_TRANSFER, Stage.DEC
 PIPELINE = tuple(Stage)
 PRIORITIES_APART = 100
 """Priorities from here on, in either direction, are counted together."""
+LEAVING_S = 0.5
+"""How long it may take until a client's leaving is heard of."""
 
 
 def is_good(record: RequestRecord) -> bool:
@@ -54,11 +58,44 @@ def is_good(record: RequestRecord) -> bool:
 
 def is_excused(record: RequestRecord) -> bool:
     """Whether the client left by itself while every deadline could still be met."""
-    return record.outcome is Outcome.CANCELLED and not record.deadline_passed and _ttft_met(record)
+    if record.outcome is not Outcome.CANCELLED or record.deadline_passed:
+        return False
+    return _ttft_met(record) and _tokens_met(record)
+
+
+def is_refused(record: RequestRecord) -> bool:
+    """Whether a rule turned the request away that more replicas would not change."""
+    by_rule = record.status is not None and 400 <= record.status < 500
+    return record.outcome is Outcome.REJECTED and by_rule and record.ttft_s is None
 
 
 def is_missed(record: RequestRecord) -> bool:
-    return not is_good(record) and not is_excused(record)
+    return not is_good(record) and not is_excused(record) and not is_refused(record)
+
+
+def is_behind(record: RequestRecord) -> bool:
+    """Whether the tokens so far came slower than the TPOT limit, with the wait for the one that never came.
+
+    The tokens of several choices count together: in doubt a client that leaves is excused.
+    """
+    if record.ttft_s is None:
+        return False
+    since_first_s = record.end_s - record.arrival_s - record.ttft_s
+    return since_first_s > record.slo.tpot_s * record.output_tokens + LEAVING_S
+
+
+def within_promise(record: RequestRecord, slo: Slo) -> RequestRecord:
+    """The record under limits no stricter than `slo`: what a client asks beyond the cluster's limits is its own wish,
+    and no reason for replicas."""
+    own = record.slo
+    itl_p99_s = None if own.itl_p99_s is None or slo.itl_p99_s is None else max(own.itl_p99_s, slo.itl_p99_s)
+    wider = Slo(max(own.ttft_s, slo.ttft_s), max(own.tpot_s, slo.tpot_s), itl_p99_s)
+    if wider == own:
+        return record
+    judged = replace(record, slo=wider)
+    if record.outcome is Outcome.CANCELLED:
+        judged.deadline_passed = is_behind(judged)
+    return judged
 
 
 def miss_stage(record: RequestRecord) -> Stage | None:
@@ -129,6 +166,9 @@ class GoodputCounters:
             verdict = "good"
         elif is_excused(record):
             verdict = "excused"
+        elif is_refused(record):
+            verdict = "refused"
+            self._inc("refused_prompt_tokens", record.prompt_tokens)
         else:
             verdict = "missed"
             stage = miss_stage(record) or Stage.ROUTER_QUEUE
@@ -144,6 +184,7 @@ class GoodputCounters:
             # Only these tell what a request costs: one that was refused or gave up waiting computed nothing.
             self._inc("served")
             self._inc("served_prompt_tokens", record.prompt_tokens)
+            self._inc("predicted_cached_tokens", record.predicted_cached_tokens)
         leg = Role.PREFILL if record.prefill_worker is not None else Role.DECODE
         self._inc(label("cached_tokens", leg), record.cached_tokens)
         if leg is Role.PREFILL and Stage.PREFILL_COMPUTE in record.stage_s:
@@ -155,7 +196,6 @@ class GoodputCounters:
         if leg is Role.DECODE and not by_decode and record.ttft_s is not None:
             by_decode = record.prompt_tokens - record.cached_tokens
         self._inc(label("computed_tokens", Role.DECODE), by_decode)
-        self._inc("predicted_cached_tokens", record.predicted_cached_tokens)
         self._inc("output_tokens", record.output_tokens)
         if verdict == "good":
             self._inc("good_output_tokens", record.output_tokens)
@@ -236,8 +276,21 @@ class GoodputCounters:
         return int(self.get("excused"))
 
     @property
+    def refused(self) -> int:
+        return int(self.get("refused"))
+
+    @property
+    def to_serve(self) -> float:
+        """Requests that arrived, without those that no number of replicas would have served."""
+        return max(0.0, self.get("started") - self.get("refused"))
+
+    @property
+    def prompt_tokens_to_serve(self) -> float:
+        return max(0.0, self.get("started_prompt_tokens") - self.get("refused_prompt_tokens"))
+
+    @property
     def attainment(self) -> float | None:
-        """Good over all that ended and is not excused. None without such a request: no data is not zero."""
+        """Good over good and missed. None without such a request: no data is not zero."""
         return _ratio(self.good, self.missed)
 
     def attainment_of(self, kind: str, name: object) -> float | None:

@@ -51,6 +51,7 @@ _SPECS = (
     _counter("requests_good", "Requests that finished without error within every limit of their SLO"),
     _counter("requests_missed", "Requests that missed their SLO, by the one stage charged with it", "stage"),
     _counter("requests_excused", "Requests whose client left before any deadline had passed: neither good nor missed"),
+    _counter("requests_refused", "Requests answered 4xx before a token, by a rule: neither good nor missed"),
     _counter("tenant_requests", "Requests that ended, by tenant and verdict", "tenant", "verdict"),
     _counter("priority_requests", "Requests that ended, by priority class and verdict", "priority", "verdict"),
     _gauge("requests_running", "Requests that have arrived and not ended"),
@@ -77,7 +78,6 @@ _SPECS = (
     _gauge("router_queue_depth", "Requests that wait in the router for a place"),
     _gauge("router_queue_oldest_wait_seconds", "Longest wait among them"),
     _gauge("index_blocks", "Blocks in the router's prefix index"),
-    _gauge("index_drift_ratio", "Predicted minus actual cached tokens, over prompt tokens"),
     _counter("index_gaps", "Gaps in the engines' KV event streams, each followed by a resync"),
     # KV transfer.
     _counter("transfer_bytes", "KV bytes moved from prefill to decode engines"),

@@ -18,6 +18,7 @@ _NEEDED = (
     "outcome{",
     "good",
     "missed",
+    "refused",
     "served",
     "computed_tokens{",
     "prefill_computed_tokens_squared",

@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from cluster.goodput.accounting import GoodputCounters, slo_limits_s
+from cluster.goodput.accounting import GoodputCounters, slo_limits_s, within_promise
 from cluster.goodput.catalogue import CATALOGUE, Kind, MetricSpec
 from cluster.goodput.sketch import Sketch, coarse_edges
 from cluster.goodput.stats import RequestStats
@@ -27,7 +27,7 @@ from cluster.messages import Outcome, Path, RequestRecord, Role, Slo, Stage
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 WINDOW_S = 60.0
 TENANTS_MAX = 200
-VERDICTS = ("good", "missed", "excused")
+VERDICTS = ("good", "missed", "excused", "refused")
 
 log = logging.getLogger(__name__)
 
@@ -41,10 +41,15 @@ class Metrics:
     Args:
         slo: limits that become bucket edges of the latency histograms.
         clock: monotonic seconds; only the one-minute gauges look at it.
+
+    Attributes:
+        stats: requests judged by their own limits: what is exported.
+        promised: the same requests, none judged by a limit stricter than `slo`: what the autoscaler is told.
     """
 
     def __init__(self, slo: Slo, clock: Callable[[], float] = time.monotonic) -> None:
         self.stats = RequestStats(slo)
+        self.promised = GoodputCounters()
         self.errors = 0
         self._clock = clock
         self._given: dict[str, Values] = {}
@@ -86,10 +91,12 @@ class Metrics:
 
     def _start(self, prompt_tokens: int, tenant: str, priority: int) -> None:
         self._serves_requests = True
-        self.stats.counters.start(prompt_tokens=prompt_tokens, tenant=tenant, priority=priority)
+        for counters in (self.stats.counters, self.promised):
+            counters.start(prompt_tokens=prompt_tokens, tenant=tenant, priority=priority)
 
     def _observe(self, record: RequestRecord) -> None:
         self._serves_requests = True
+        self.promised.finish(within_promise(record, self.stats.slo))
         self.stats.finish(record)
         self._roll()
 
@@ -133,6 +140,7 @@ class Metrics:
             "pdserve_requests_good_total": c.good,
             "pdserve_requests_missed_total": _zeros(Stage) | {s.value: n for s, n in c.missed_by_stage().items()},
             "pdserve_requests_excused_total": c.excused,
+            "pdserve_requests_refused_total": c.refused,
             "pdserve_tenant_requests_total": _by_verdict(c, "tenant", TENANTS_MAX),
             "pdserve_priority_requests_total": _by_verdict(c, "priority", TENANTS_MAX),
             "pdserve_requests_running": c.running,

@@ -76,6 +76,7 @@ class RequestStats:
             "good": c.good,
             "missed": c.missed,
             "excused": c.excused,
+            "refused": c.refused,
             "attainment": c.attainment,
             "error_rate": unserved / c.ended if c.ended else None,
             "missed_by_stage": {stage.value: c.missed_by_stage().get(stage, 0) for stage in Stage},

@@ -57,8 +57,10 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 (
                     (_rate("pdserve_requests_started_total"), "offered"),
                     (_rate("pdserve_requests_good_total"), "good"),
+                    (_rate("pdserve_requests_refused_total"), "refused"),
                 ),
                 "reqps",
+                "Refused: answered 4xx, as beyond a tenant's budget. Neither attainment nor the pools count them.",
             ),
             Panel(
                 "Misses by stage",
@@ -235,7 +237,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             Panel(
                 "Router index",
                 (
-                    ("max by (instance) (pdserve_index_drift_ratio)", "drift {{instance}}"),
+                    ("pdserve:index_drift:ratio15m", "drift {{instance}}"),
                     (_rate("pdserve_index_gaps_total"), "gaps/s"),
                 ),
             ),

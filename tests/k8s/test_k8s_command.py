@@ -67,7 +67,7 @@ def test_a_config_that_no_manifest_can_hold_is_one_line(capsys, tmp_path, change
 def test_check_reads_folders_and_finds_nothing(capsys, tool):
     tool("kubectl")
     out, _ = run(capsys, "check", ROOT / "k8s/overlays/gpu", ROOT / "k8s/overlays/monitoring", "--json")
-    assert json.loads(out) == {"objects": 18, "findings": []}
+    assert json.loads(out) == {"objects": 19, "findings": []}
 
 
 def test_check_reads_stdin_and_names_the_mistake(capsys, monkeypatch, overlays):
@@ -94,3 +94,22 @@ def test_environment_is_lines_for_a_shell(capsys):
     out, _ = run(capsys, "environment", CONFIG)
     assert all(line.startswith("export ") for line in out.splitlines())
     assert "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP=" in out
+
+
+def test_every_answer_can_be_json(capsys, tmp_path):
+    assert json.loads(run(capsys, "environment", CONFIG, "--json")[0])["RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP"]
+    assert "kind: Component" in json.loads(run(capsys, "render", CONFIG, "--json")[0])["text"]
+    folder = tmp_path / "rendered"
+    wrote = json.loads(run(capsys, "render", CONFIG, "--out", folder, "--json")[0])["wrote"]
+    assert wrote == str(folder / "kustomization.yaml")
+    assert json.loads(run(capsys, "render", CONFIG, "--out", folder, "--check", "--json")[0]) == {"up_to_date": wrote}
+    board = tmp_path / "board.json"
+    assert json.loads(run(capsys, "dashboard", "--out", board, "--json")[0]) == {"wrote": str(board)}
+
+
+@pytest.mark.parametrize("arguments", [("render", "--serve"), ("render",), ("environment",)])
+def test_a_config_that_no_machine_could_serve_is_refused_by_all(capsys, tmp_path, arguments):
+    path = tmp_path / "local.yaml"
+    path.write_text(yaml.safe_dump(yaml.safe_load(CONFIG.read_text()) | {"router": {"http": {"host": "127.0.0.1"}}}))
+    _, err = run(capsys, *arguments, path, code=2)
+    assert "router.http.host" in err or "router.node_resource" in err

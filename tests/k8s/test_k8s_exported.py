@@ -63,7 +63,7 @@ def expose(config, roles) -> str:
         leg_workers=list,
         leases=SimpleNamespace(counters=lambda: counters),
     )
-    placer = SimpleNamespace(predicted_cached_tokens=30, actual_cached_tokens=20)
+    placer = SimpleNamespace()
     router = SimpleNamespace(index=SimpleNamespace(stats=SimpleNamespace(blocks=7)), _events=None)
     metrics = Metrics(config.slo.to_slo(), clock=lambda: 0.0)
     metrics.start(prompt_tokens=100)

@@ -13,7 +13,7 @@ import pytest
 from cluster.autoscaling.messages import REASONS, Decision, Observation, PoolLoad, PoolSettings, Settings
 from cluster.autoscaling.policy import decide, initial
 from cluster.errors import ConfigError
-from cluster.goodput.accounting import GoodputCounters
+from cluster.goodput.accounting import GoodputCounters, within_promise
 from cluster.messages import Outcome, Path, RequestRecord, Role, Slo, Stage
 
 SLO = Slo(ttft_s=2.0, tpot_s=0.05)
@@ -462,7 +462,54 @@ def test_refused_requests_do_not_make_the_demand_look_small():
     assert decision.figures["arrivals_per_s"] == pytest.approx(10.0)
 
 
+def refusing(status: int | None, refused: int) -> tuple[Plant, Decision]:
+    """Two requests a second are served by one prefill replica, and so many are turned away beside them."""
+    plant = Plant(config(), prefill=1, decode=2)
+    for tick in range(1, 25):
+        at_s = tick * TICK_S
+        for i in range(int((2 + refused) * TICK_S)):
+            plant.counters.start(prompt_tokens=2000)
+            stages = {Stage.PREFILL_QUEUE: 0.1, Stage.PREFILL_COMPUTE: 0.5}
+            served = {"prefill_worker": "p", "ttft_s": 0.7, "tpot_s": 0.02, "output_tokens": 100, "stage_s": stages}
+            outcome, fields = (Outcome.DONE, served) if i < 10 else (Outcome.REJECTED, {"status": status})
+            plant.counters.finish(RequestRecord("r", outcome, SLO, at_s, at_s, prompt_tokens=2000, **fields))
+        pool = plant.pools[Role.PREFILL]
+        pool.busy_s, pool.steps, pool.prompt_tokens = 5.0 * tick, 10.0 * tick, 20_000.0 * tick
+        plant.now = at_s
+        plant.state, decision = decide(plant.state, plant.observe(), plant.now)
+    return plant, decision
+
+
+def test_what_a_tenants_budget_refuses_is_no_demand():
+    """Ten a second come, eight are beyond a budget (429): replicas would not admit one of them more."""
+    _, alone = refusing(None, refused=0)
+    plant, beside = refusing(429, refused=8)
+    assert beside.targets == alone.targets
+    assert beside.figures["arrivals_per_s"] == pytest.approx(2.0)
+    assert beside.figures["attainment"] == 1.0
+    assert max(pool.factor for pool in plant.state.pools.values()) <= 1.0
+    plant, rejected = refusing(503, refused=8)
+    assert rejected.targets[Role.PREFILL] > alone.targets[Role.PREFILL]
+    assert plant.state.pools[Role.PREFILL].factor > 1.0
+
+
 # ---- what replicas cannot fix
+
+
+@pytest.mark.parametrize("told", ["promised", "own"])
+def test_a_limit_that_clients_set_for_themselves_is_no_reason_for_replicas(told):
+    """4% of the clients ask for a millisecond per token."""
+    counters, state, factors = GoodputCounters(), initial(config()), []
+    for tick in range(1, 80):
+        for i in range(25):
+            stages = {Stage.PREFILL_QUEUE: 0.1, Stage.PREFILL_COMPUTE: 0.5}
+            own = Slo(SLO.ttft_s, 0.001) if i == 0 else SLO
+            served = {"prefill_worker": "p", "ttft_s": 0.7, "tpot_s": 0.02, "output_tokens": 100, "stage_s": stages}
+            r = RequestRecord("r", Outcome.DONE, own, 0.0, 3.0, prompt_tokens=2000, **served)
+            counters.count(within_promise(r, SLO) if told == "promised" else r)
+        state, _ = decide(state, observed(PoolLoad(3), PoolLoad(3), requests=dict(counters.values)), TICK_S * tick)
+        factors.append(state.pools[Role.DECODE].factor)
+    assert (max(factors) > 1.0) == (told == "own"), "what routers told before is what this guards against"
 
 
 def test_an_unattainable_limit_warns_and_does_not_scale():

@@ -154,6 +154,19 @@ def test_an_error_inside_holds_what_serve_has():
     assert policy(made) == ({}, None)
 
 
+def test_a_policy_that_never_worked_is_seen_by_the_alert(monkeypatch):
+    policy, published = GoodputPolicy(CONFIG), []
+    policy._publisher = SimpleNamespace(publish=published.append)
+    monkeypatch.setattr(policy, "observe", lambda contexts, now: 1 / 0)
+    made = {c.deployment_id: c for c in contexts(1000.0).values()}
+    for _ in range(3):
+        assert policy(made) == ({}, None)
+    assert [p["warnings"] for p in published] == [["the policy fails: ZeroDivisionError: division by zero"]]
+    shown = published[0] | {"change_counts": {}, "changes": []}
+    age_s = gauges(shown, shown["at_s"] + 400)["pdserve_autoscaling_data_age_seconds"]
+    assert age_s == 400 > blind_after_s()
+
+
 def test_every_change_is_logged_with_its_reason(caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("ray.serve"), "propagate", True)
     policy = GoodputPolicy(CONFIG, publish=False)

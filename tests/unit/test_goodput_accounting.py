@@ -13,7 +13,9 @@ from cluster.goodput.accounting import (
     is_excused,
     is_good,
     is_missed,
+    is_refused,
     miss_stage,
+    within_promise,
 )
 from cluster.goodput.stats import RequestStats
 from cluster.messages import Outcome, Path, RequestRecord, Role, Slo, Stage
@@ -182,6 +184,70 @@ def test_a_clients_own_cancel_is_a_miss_only_after_a_deadline():
     assert counters.started == 3
 
 
+def test_a_client_that_leaves_slow_tokens_is_not_excused():
+    slow = record(Outcome.CANCELLED, tpot_s=0.06)
+    gaps = record(Outcome.CANCELLED, slo=Slo(0.5, 0.05, 0.1), itl_s=[0.02] * 8 + [0.3])
+    assert [is_excused(r) for r in (slow, gaps)] == [False, False]
+    assert [miss_stage(r) for r in (slow, gaps)] == [Stage.DECODE_STEP] * 2
+
+
+REFUSED = {"ttft_s": None, "tpot_s": None, "output_tokens": 0, "path": None, "end_s": 0.001}
+
+
+@pytest.mark.parametrize(
+    ("status", "more", "refused"),
+    [
+        (429, {}, True),
+        (400, {}, True),
+        (503, {}, False),
+        (None, {}, False),
+        # It was served: whatever it lacks, it was demand.
+        (400, {"ttft_s": 0.2, "output_tokens": 3, "tpot_s": 0.02}, False),
+    ],
+)
+def test_what_no_replica_can_mend_is_no_miss(status, more, refused):
+    r = record(Outcome.REJECTED, status=status, **REFUSED | more)
+    assert is_refused(r) is refused
+    assert is_missed(r) != refused
+    assert (miss_stage(r) is None) is refused
+    counters = GoodputCounters()
+    counters.count(record())
+    counters.count(r)
+    assert counters.attainment == (1.0 if refused else 0.5)
+    assert counters.refused == refused
+    assert (counters.started, counters.running) == (2, 0), "it arrived and has ended all the same"
+    assert counters.to_serve == (1 if refused else 2)
+    assert counters.prompt_tokens_to_serve == (100 if refused else 200)
+    assert counters.labels("tenant_refused") == ({"default": 1} if refused else {})
+
+
+def test_a_refusal_whose_arrival_was_counted_before_the_window_takes_nothing_from_it():
+    counters = GoodputCounters()
+    counters.start(prompt_tokens=100)
+    before = counters.copy()
+    counters.finish(record(Outcome.REJECTED, status=400, **REFUSED))
+    window = counters.since(before)
+    assert (window.to_serve, window.prompt_tokens_to_serve) == (0, 0)
+
+
+def test_limits_of_a_clients_own_are_judged_by_the_clusters():
+    strict = record(slo=Slo(ttft_s=0.1, tpot_s=0.001))
+    assert miss_stage(strict) is Stage.PREFILL_COMPUTE
+    assert is_good(within_promise(strict, SLO))
+    late = {Stage.PREFILL_COMPUTE: 0.2, Stage.PREFILL_QUEUE: 0.9}
+    late_anyway = record(slo=Slo(ttft_s=0.1, tpot_s=0.001), ttft_s=1.1, stage_s=late)
+    assert miss_stage(within_promise(late_anyway, SLO)) is Stage.PREFILL_QUEUE
+    patient = record(slo=Slo(ttft_s=9.0, tpot_s=0.9), ttft_s=1.1)
+    assert within_promise(patient, SLO) is patient
+    left = record(Outcome.CANCELLED, slo=Slo(0.5, 0.001), deadline_passed=True)
+    assert is_missed(left)
+    assert is_excused(within_promise(left, SLO))
+    smooth = record(slo=Slo(0.5, 0.05, 0.01), itl_s=[0.02] * 9)
+    assert is_missed(smooth)
+    assert is_good(within_promise(smooth, Slo(0.5, 0.05, 0.1)))
+    assert is_good(within_promise(smooth, SLO)), "the cluster promises nothing of single gaps"
+
+
 def test_every_record_has_one_verdict_and_a_stage_exactly_when_missed():
     rng = random.Random(11)
     for _ in range(2000):
@@ -195,8 +261,9 @@ def test_every_record_has_one_verdict_and_a_stage_exactly_when_missed():
             itl_s=[rng.expovariate(10) for _ in range(rng.randrange(5))],
             slo=Slo(0.5, 0.05, rng.choice([None, 0.1])),
             end_s=rng.expovariate(1),
+            status=rng.choice([None, 400, 429, 499, 503]),
         )
-        assert is_good(r) + is_excused(r) + is_missed(r) == 1
+        assert is_good(r) + is_excused(r) + is_refused(r) + is_missed(r) == 1
         assert (miss_stage(r) in set(Stage)) == is_missed(r)
 
 

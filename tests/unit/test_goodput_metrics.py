@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -63,6 +64,34 @@ def test_what_a_scrape_shows():
     assert got["pdserve_cached_tokens_total", "prefill"] == 192
     assert got["pdserve_computed_tokens_total", "prefill"] == 72
     assert got["pdserve_tenant_requests_total", "default", "good"] == 1
+
+
+def test_refused_requests_add_up_and_lower_no_attainment():
+    metrics = served()
+    for _ in range(6):
+        metrics.start(prompt_tokens=100)
+        refused = {"ttft_s": None, "tpot_s": None, "itl_s": [], "stage_s": {}, "path": None}
+        metrics.observe(record(Outcome.REJECTED, status=429, **refused))
+    got = scrape(metrics)
+    ended = sum(v for k, v in got.items() if k[0] == "pdserve_requests_total")
+    assert got["pdserve_requests_started_total",] == ended + got["pdserve_requests_running",] == 10
+    assert got["pdserve_requests_refused_total",] == 6
+    assert got["pdserve_requests_missed_total", "router_queue"] == 1
+    assert got["pdserve_attainment",] == pytest.approx(1 / 3)
+    assert got["pdserve_tenant_requests_total", "default", "refused"] == 6
+
+
+def test_what_the_autoscaler_is_told_knows_no_limit_below_the_clusters():
+    metrics = Metrics(SLO)
+    for i in range(100):
+        metrics.start(prompt_tokens=100)
+        own = Slo(ttft_s=0.001, tpot_s=0.001) if i < 4 else SLO
+        metrics.observe(replace(record(), slo=own))
+    assert (metrics.stats.counters.good, metrics.stats.counters.missed) == (96, 4)
+    told = metrics.promised
+    assert (told.good, told.missed, told.started, told.running) == (100, 0, 100, 0)
+    assert told.used_quantile("tpot", 0.97) == 0.5
+    assert told.used_quantile("ttft", 1.0) == 0.75
 
 
 def test_stage_seconds_add_up_to_ttft():

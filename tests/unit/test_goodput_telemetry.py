@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from cluster.config import parse
 from cluster.goodput.catalogue import CATALOGUE
 from cluster.goodput.metrics import Metrics
-from cluster.messages import Role, Slo, WorkerInfo, WorkerSnapshot, WorkerState
+from cluster.messages import Outcome, RequestRecord, Role, Slo, WorkerInfo, WorkerSnapshot, WorkerState
 from kv_transfer.ledger import LeaseLedger
+from router import telemetry
 from router.telemetry import STALL_S, Telemetry
 
 
@@ -27,7 +29,7 @@ class Fakes:
         self.legs = [("d0", False), ("d1", False), ("d1", False), ("p7", True)]
         self.leases = LeaseLedger()
         self.metrics = Metrics(Slo(1.0, 0.1))
-        placer = SimpleNamespace(predicted_cached_tokens=30, actual_cached_tokens=10)
+        placer = SimpleNamespace()
         config = parse({"autoscaling": {"accelerators_max": 8}})
         self.telemetry = Telemetry(config, self.metrics, self, placer, lambda: self.now)
 
@@ -42,6 +44,20 @@ class Fakes:
 @pytest.fixture
 def fakes() -> Fakes:
     return Fakes()
+
+
+def test_the_autoscaler_is_told_what_the_cluster_promised_and_what_rules_refused(fakes):
+    for status, own in ((None, Slo(0.001, 0.001)), (429, Slo(1.0, 0.1))):
+        fakes.metrics.start(prompt_tokens=10)
+        outcome = Outcome.DONE if status is None else Outcome.REJECTED
+        first_s = 0.5 if status is None else None
+        fakes.metrics.observe(
+            RequestRecord("r", outcome, own, 0.0, 1.0, prompt_tokens=10, ttft_s=first_s, tpot_s=0.05, status=status)
+        )
+    stats = fakes.telemetry.autoscaling_stats()
+    assert (stats["requests.started"], stats["requests.good"], stats["requests.refused"]) == (2, 1, 1)
+    assert stats["requests.refused_prompt_tokens"] == 10
+    assert "requests.missed" not in stats
 
 
 def test_the_queue_is_what_has_no_place(fakes):
@@ -68,6 +84,22 @@ def test_gauges_are_in_the_catalogue(fakes):
     assert values["pdserve_accelerators_max"] == 8
     fakes.metrics.set_gauges(values)
     assert fakes.metrics.errors == 0
+
+
+def test_a_controller_that_has_fallen_silent_hides_no_empty_pool(fakes, monkeypatch):
+    decode = {"ready": 3, "starting": 2, "draining": 0, "target": 5, "reason": "demand"}
+    decided = {"at_s": 1000.0, "data_at_s": 1000.0, "warnings": [], "change_counts": {}}
+
+    def replicas(pools: dict[str, Any], now: float) -> dict[tuple[str, str], float]:
+        fakes.telemetry.decision = decided | {"pools": pools}
+        monkeypatch.setattr(telemetry, "time", SimpleNamespace(time=lambda: now))
+        return fakes.telemetry.gauges()["pdserve_pool_replicas"]
+
+    said = replicas({"decode": decode}, 1010.0)
+    assert (said["decode", "ready"], said["decode", "starting"], said["prefill", "ready"]) == (3, 2, 1)
+    del fakes.workers["d0"]
+    for seen in (replicas({"decode": decode}, 1100.0), replicas({}, 1010.0)):
+        assert seen["decode", "ready"] == 0 and ("decode", "starting") not in seen
 
 
 def test_an_engine_with_work_that_makes_no_step(fakes):
