@@ -41,7 +41,7 @@ COPY --from=wheel /wheels/ /wheels/
 RUN pip install --no-cache-dir --no-deps /wheels/*.whl && rm -r /wheels
 USER 1000:1000
 EXPOSE 8000
-CMD ["pdserve", "serve"]
+CMD ["pdserve", "--help"]
 
 FROM runtime AS gpu
 COPY requirements/gpu.lock /tmp/
@@ -50,4 +50,4 @@ COPY --from=wheel /wheels/ /wheels/
 RUN pip install --no-cache-dir --no-deps /wheels/*.whl && rm -r /wheels
 USER 1000:1000
 EXPOSE 8000
-CMD ["pdserve", "serve"]
+CMD ["pdserve", "--help"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from cluster.errors import UserError
+from cluster.errors import ConfigError, UserError
 from loadtests.endpoint import base_url, header_text
 
 
@@ -20,8 +20,13 @@ class Served:
     max_model_len: int | None
 
 
-def discover(url: str, model: str | None = None, api_key: str | None = None) -> Served:
+def discover(
+    url: str, model: str | None = None, api_key: str | None = None, *, key_option: str = "--api-key"
+) -> Served:
     """Ask `/v1/models`.
+
+    Args:
+        key_option: what the user calls `api_key`, for messages.
 
     Raises:
         UserError: nobody answers there, it does not serve `model`, or no header can carry `api_key`.
@@ -31,6 +36,9 @@ def discover(url: str, model: str | None = None, api_key: str | None = None) -> 
         answer = httpx.get(f"{base}/v1/models", headers=_headers(api_key), timeout=20)
     except (httpx.HTTPError, httpx.InvalidURL) as e:
         raise UserError(f"--host: {base} does not answer ({e}); start one with `pdserve serve`") from None
+    if answer.status_code in (401, 403):
+        why = "accepts no request without a key" if not api_key else "does not accept this key"
+        raise ConfigError(key_option, f"{base} {why} ({answer.status_code})", "give one, or set PDSERVE_API_KEY")
     if answer.status_code != 200:
         raise UserError(f"--host: {base}/v1/models answered {answer.status_code}; is this an OpenAI endpoint?")
     try:

@@ -62,21 +62,21 @@ class Endpoint:
         return f"{_bracketed(self.host)}:{self.port}"
 
 
-def split_url(url: str) -> tuple[str, str, int, str]:
+def split_url(url: str, option: str = "--host") -> tuple[str, str, int, str]:
     """Scheme, host, port and path prefix. Raises ConfigError for anything but http(s)://host[:port][/prefix]."""
     try:
         parts = urlsplit(url if "//" in url else "http://" + url)
         port = parts.port or (443 if parts.scheme == "https" else 80)
     except ValueError as e:
-        raise ConfigError("--host", f"{url!r}: {e}", "e.g. http://127.0.0.1:8000") from None
+        raise ConfigError(option, f"{url!r}: {e}", "e.g. http://127.0.0.1:8000") from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError("--host", f"{url!r} is no http or https address", "e.g. http://127.0.0.1:8000")
+        raise ConfigError(option, f"{url!r} is no http or https address", "e.g. http://127.0.0.1:8000")
     return parts.scheme, parts.hostname, port, parts.path.rstrip("/").removesuffix("/v1")
 
 
-def base_url(url: str) -> str:
+def base_url(url: str, option: str = "--host") -> str:
     """The address that paths are appended to, with its port. Raises ConfigError as `split_url` does."""
-    scheme, host, port, prefix = split_url(url)
+    scheme, host, port, prefix = split_url(url, option)
     return f"{scheme}://{_bracketed(host)}:{port}{prefix}"
 
 

@@ -52,10 +52,12 @@ class GeventClient:
             self._read(connection, exchange, reused)
         except TimeoutError:
             exchange.fail(self._clock(), f"timed out: nothing for {self._limits.idle_s:g} s")
-        except OSError:
+        except OSError as e:
             # A reset is an end like any other, judged by what arrived. Before an answer, on a kept-alive connection, it
             # says nothing about this request.
             if exchange.answered or not reused:
+                if isinstance(e, ssl.SSLError) and exchange.sample.status is None:
+                    exchange.fail(self._clock(), f"TLS: {getattr(e, 'reason', None) or e}")
                 exchange.eof(self._clock())
         finally:
             if exchange.finished and exchange.keep_alive:
@@ -81,7 +83,11 @@ class GeventClient:
         connection = socket.create_connection((e.host, e.port), timeout=self._limits.connect_s)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self._tls is not None:
-            connection = self._tls.wrap_socket(connection, server_hostname=e.host)
+            try:
+                connection = self._tls.wrap_socket(connection, server_hostname=e.host)
+            except OSError:
+                connection.close()
+                raise
         connection.settimeout(self._limits.idle_s)
         return connection
 

@@ -22,6 +22,7 @@ from locust.event import EventHook
 from locust.runners import MasterRunner, WorkerRunner
 
 from cluster.errors import UserError
+from cluster.folder import make_folder
 from cluster.messages import Outcome, Slo
 from cluster.workload.arrival import Arrival
 from cluster.workload.spec import Bounds, Workload
@@ -31,13 +32,13 @@ from loadtests.discover import discover
 from loadtests.endpoint import Endpoint, RequestWriter
 from loadtests.lag import missed
 from loadtests.locust_client import GeventClient
-from loadtests.locust_plan import scenario_of, share_of, slo_of
-from loadtests.report.build import make_folder, strict
+from loadtests.locust_plan import drain_of, scenario_of, share_of, slo_of
+from loadtests.report.build import strict
 from loadtests.sample import UNFINISHED, Sample
 from loadtests.scenario import Scenario
-from loadtests.session import TEMPLATE_TOKENS
+from loadtests.session import room_tokens
 from loadtests.tally import Tally, merged
-from loadtests.tokenizer import find_tokenizer
+from loadtests.tokenizer import FileTokenizer, find_tokenizer
 
 log = logging.getLogger("pdserve")
 LAG_PERIOD_S = 0.02
@@ -60,7 +61,7 @@ class Control:
         self.failed = False
         self.run = 0
         if isinstance(environment.runner, WorkerRunner):
-            self.tally = Tally(_NOTHING_SCENARIO.slo.to_slo())
+            self.tally, self.drain_s = Tally(_NOTHING_SCENARIO.slo.to_slo()), 0.0
         else:
             if self.options.pd_out:
                 make_folder(Path(self.options.pd_out), "--pd-out")
@@ -85,6 +86,7 @@ class Control:
         # master's only once a test starts.
         self.scenario = scenario_of(self.options)
         self.tally = Tally(slo_of(self.options, self.scenario))
+        self.drain_s = drain_of(self.options, self.scenario)
 
     @property
     def slo(self) -> Slo:
@@ -155,7 +157,7 @@ class Control:
             if self.stopping.wait(timeout=max(0.0, a.at_s - self.clock())):
                 return
             self.send_later(stream.name or workload.name, sample, request)
-        self.in_flight.join(timeout=self.options.pd_drain)
+        self.in_flight.join(timeout=self.drain_s)
         runner = self.environment.runner
         if isinstance(runner, WorkerRunner):
             runner.send_message("pdserve_played")
@@ -164,12 +166,14 @@ class Control:
 
     def _find_endpoint(self) -> None:
         o = self.options
-        wanted = (self.environment.host or "http://127.0.0.1:8000", o.pd_model, o.pd_tokenizer, o.pd_scenario)
+        host = self.environment.host or "http://127.0.0.1:8000"
+        wanted = (host, o.pd_model, o.pd_tokenizer, o.pd_scenario, o.pd_api_key)
         if self._found_for == wanted:
             return
-        served = discover(wanted[0], o.pd_model or None)
-        text = TextWriter(find_tokenizer(o.pd_tokenizer or None, served.model))
-        request = (self.scenario or _NOTHING_SCENARIO).request
+        served = discover(host, o.pd_model or None, o.pd_api_key or None, key_option="--pd-api-key")
+        tokenizer = find_tokenizer(o.pd_tokenizer or None, served.model)
+        scenario = self.scenario or _NOTHING_SCENARIO
+        request = scenario.request
         endpoint = Endpoint(
             served.base_url,
             served.model,
@@ -177,11 +181,13 @@ class Control:
             exact_output=request.exact_output,
             counts=request.counts,
             temperature=request.temperature,
+            api_key=o.pd_api_key or None,
             tenant_header=request.tenant_header,
         )
-        self.writer = RequestWriter(endpoint, text)
-        self.client = GeventClient(endpoint, self.clock)
-        self.max_tokens = None if served.max_model_len is None else served.max_model_len - TEMPLATE_TOKENS
+        self.writer = RequestWriter(endpoint, TextWriter(tokenizer))
+        self.client = GeventClient(endpoint, self.clock, scenario.client.to_limits())
+        length, words = served.max_model_len, not isinstance(tokenizer, FileTokenizer)
+        self.max_tokens = None if length is None else room_tokens(length, words=words)
         self._found_for = wanted
 
     def _watch_lag(self) -> None:
@@ -271,7 +277,7 @@ class Control:
     def drain(self) -> None:
         """Send nothing more, wait for what runs, and count what does not end as unfinished."""
         self.stopping.set()
-        self.in_flight.join(timeout=self.options.pd_drain)
+        self.in_flight.join(timeout=self.drain_s)
         self.in_flight.kill(block=True, timeout=2)
         if self._watcher is not None:
             self._watcher.kill(block=False)

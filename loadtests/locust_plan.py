@@ -12,12 +12,15 @@ from cluster.messages import Slo
 from loadtests import scenario as scenarios
 from loadtests.scenario import Scenario
 
+DRAIN_S = 10.0
+
 
 def scenario_of(options: Any) -> Scenario | None:
     """The scenario of `--pd-scenario`; None where there is none.
 
     Raises:
-        ConfigError: there is no such scenario, it is a closed loop, or no header can carry a tenant of it.
+        ConfigError: there is no such scenario, it is a closed loop or limits requests in flight, or no header can carry
+            a tenant of it.
     """
     name = options.pd_scenario
     if not name:
@@ -30,6 +33,9 @@ def scenario_of(options: Any) -> Scenario | None:
     if found.workload.closed:
         problem = f"{name!r} is a closed loop, which has no schedule to play"
         raise ConfigError("--pd-scenario", problem, "use `pdserve loadtest`, or users with --pd-loop closed")
+    if found.client.max_in_flight is not None:
+        problem = f"{name!r} limits its requests in flight (client.max_in_flight), which Locust's users do not"
+        raise ConfigError("--pd-scenario", problem, "use `pdserve loadtest`")
     scenarios.check_tenants(found)
     return found
 
@@ -44,6 +50,19 @@ def slo_of(options: Any, scenario: Scenario | None) -> Slo:
             continue
         changes[key] = _above_zero(f"--{option.replace('_', '-')}", value)
     return base.model_copy(update=changes).to_slo()
+
+
+def drain_of(options: Any, scenario: Scenario | None) -> float:
+    """Seconds to wait for what runs at the end: `--pd-drain`, or the scenario's. Raises ConfigError below 0."""
+    if options.pd_drain in (None, ""):
+        return DRAIN_S if scenario is None else scenario.client.drain_s
+    try:
+        seconds = float(options.pd_drain)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < math.inf:
+        raise ConfigError("--pd-drain", f"{options.pd_drain!r} is no number of seconds", "give 0 or more")
+    return seconds
 
 
 def _above_zero(option: str, value: Any) -> float:

@@ -77,7 +77,7 @@ def _install_master(control: Control, runner: MasterRunner) -> None:
     def stopping(**_: Any) -> None:
         expected = set(runner.clients)
         runner.send_message("pdserve_drain")
-        with gevent.Timeout(control.options.pd_drain + 10, exception=False):
+        with gevent.Timeout(control.drain_s + 10, exception=False):
             while not expected <= control.drained:
                 gevent.sleep(0.05)
 

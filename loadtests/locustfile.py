@@ -44,7 +44,14 @@ def options(parser: LocustArgumentParser) -> None:
     group.add_argument("--pd-model", default="", help="model name at the endpoint; default: its first")
     group.add_argument("--pd-tokenizer", default="", help="model folder or `words`; default: the model's own")
     group.add_argument("--pd-seed", type=int, default=1)
-    group.add_argument("--pd-drain", type=float, default=10.0, help="seconds to wait for running requests at the end")
+    group.add_argument(
+        "--pd-drain",
+        type=float,
+        default=None,
+        help="seconds to wait for running requests at the end; default: 10, or the scenario's",
+    )
+    # Not in the group, whose arguments cannot be hidden in the web UI.
+    parser.add_argument("--pd-api-key", default="", env_var="PDSERVE_API_KEY", is_secret=True, help="bearer token")
     group.add_argument("--pd-out", default="", help="folder for summary.json")
 
 

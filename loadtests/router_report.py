@@ -44,7 +44,7 @@ LABELS = {
     "cost": "exact + load-aware",
 }
 
-err = Console(stderr=True, highlight=False)
+err = Console(stderr=True, highlight=False, markup=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,11 @@ TEMPLATE_TOKENS = 64
 """Room kept for what a chat template adds to the prompt."""
 
 
+def room_tokens(max_model_len: int, *, words: bool) -> int:
+    """Tokens of prompt and output that fit; a third is kept free where prompts are plain words of unknown length."""
+    return max(2, max_model_len - (max_model_len // 3 if words else 0) - TEMPLATE_TOKENS)
+
+
 @dataclass(slots=True)
 class Settings:
     """What the command line decides beyond the scenario."""
@@ -99,7 +104,7 @@ class Session:
         length = self.served.max_model_len
         if length is None:
             return workload
-        room = max(2, length - (0 if self.tokenizer != "words" else length // 3) - TEMPLATE_TOKENS)
+        room = room_tokens(length, words=self.tokenizer == "words")
         asked = workload.bounds
         limit = room if asked.max_total_tokens is None else min(room, asked.max_total_tokens)
         output = min(asked.max_output_tokens or room // 2, room // 2)

@@ -85,7 +85,7 @@ def _of_ray(address: str) -> dict[str, int]:
     """Accelerators of a running Ray cluster: GPUs by type, and custom resources."""
     from cluster.errors import UserError
 
-    err.print(f"asking the Ray cluster at {address}", markup=False)
+    err.print(f"asking the Ray cluster at {address}")
     import logging
 
     import ray
@@ -204,9 +204,9 @@ def _show(facts: Preflight, found: Topology) -> None:
         table.add_row(label, *(Text(row[label]) for row in rows))
     out.print(table)
     ports = config.kv_transfer
-    out.print(f"ports on each node: from [{ports.port_min}, {ports.port_max}]", markup=False)
+    out.print(f"ports on each node: from [{ports.port_min}, {ports.port_max}]")
     totals = ", ".join(f"{name} {_span(low, high)}" for name, (low, high) in found.accelerators.items())
-    out.print(f"accelerators: {totals}", markup=False)
+    out.print(f"accelerators: {totals}")
     if not config.colocated:
         out.print(f"NIXL pairs: {_span(*found.pairs)}, prefill:decode {_ratio(found)}")
         for decode_rank, sources in found.sources.items():

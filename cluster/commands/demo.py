@@ -5,12 +5,16 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cluster.commands.output import err, out, print_json
 from cluster.commands.waiting import Waiting
+from cluster.errors import ConfigError, UserError
+
+if TYPE_CHECKING:
+    from cluster.config import ClusterConfig
 
 QUESTION = "What is a KV cache?"
 DEFAULTS: dict[str, Any] = {
@@ -39,7 +43,7 @@ def command(
     from cluster.commands.settings import load_config
     from cluster.runtime.local import free_port, start
 
-    resolved = load_config(config, port=port or free_port("127.0.0.1"), model=model, defaults=DEFAULTS)
+    resolved = _without_keys(load_config(config, port=port or free_port("127.0.0.1"), model=model, defaults=DEFAULTS))
     with Waiting("starting 1 router, prefill and decode engines") as waiting:
         cluster = start(resolved, progress=waiting)
     try:
@@ -58,21 +62,38 @@ def command(
         out.print(timeline(result, record))
 
 
+def _without_keys(config: ClusterConfig) -> ClusterConfig:
+    tenants = config.router.tenants
+    for name in ("api_keys_file", "api_keys_env", "header"):
+        if getattr(tenants, name) is not None:
+            raise ConfigError(
+                f"router.tenants.{name}", "the demo says nothing of who asks", "leave it out for the demo"
+            )
+    return config
+
+
 def _ask(url: str, model: str, prompt: str, max_tokens: int, *, quiet: bool) -> str:
-    from openai import OpenAI
+    from openai import APIError, OpenAI
 
     client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     parts = []
-    stream = client.chat.completions.create(
-        model=model, messages=[{"role": "user", "content": prompt}], max_tokens=max_tokens, temperature=0, stream=True
-    )
-    for chunk in stream:
-        text = chunk.choices[0].delta.content if chunk.choices else None
-        if text:
-            parts.append(text)
-            if not quiet:
-                sys.stdout.write(text)
-                sys.stdout.flush()
+    try:
+        stream = client.chat.completions.create(
+            model=model,
+            messages=[{"role": "user", "content": prompt}],
+            max_tokens=max_tokens,
+            temperature=0,
+            stream=True,
+        )
+        for chunk in stream:
+            text = chunk.choices[0].delta.content if chunk.choices else None
+            if text:
+                parts.append(text)
+                if not quiet:
+                    sys.stdout.write(text)
+                    sys.stdout.flush()
+    except APIError as e:
+        raise UserError(f"the question was not answered: {e.message}") from None
     if not quiet:
         sys.stdout.write("\n\n")
     return "".join(parts)
@@ -85,9 +106,11 @@ def _record(url: str) -> dict[str, Any]:
     deadline = time.monotonic() + 10
     while True:
         records = httpx.get(f"{url}/pdserve/records", timeout=10).json()
-        if records or time.monotonic() > deadline:
+        if records:
             last: dict[str, Any] = records[-1]
             return last
+        if time.monotonic() > deadline:
+            raise UserError("router.replicas: the router that was asked has no record of it; the demo wants one router")
         time.sleep(0.05)
 
 

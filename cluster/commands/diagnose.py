@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cluster.commands.output import out, print_json
+from cluster.commands.output import out, print_json, styled
 
 if TYPE_CHECKING:
     from cluster.diagnosis.rules import Finding
@@ -61,14 +61,14 @@ def _require_cluster(source: str, api_key: str | None) -> None:
 
 def _show(source: Source, findings: list[Finding], all_rules: bool) -> None:
     present = [f for f in findings if f.verdict == "present"]
-    out.print(f"[bold]{source.name}[/]: {source.evidence.get('requests', 0):.0f} requests", highlight=False)
+    out.print(styled((source.name, "bold"), f": {source.evidence.get('requests', 0):.0f} requests"))
     if source.note:
-        out.print(f"[yellow]note:[/] {source.note}")
+        out.print(styled(("note:", "yellow"), f" {source.note}"))
     if not present:
         out.print("no symptom is present in these numbers")
     for f in present:
         r = f.rule
-        out.print(f"\n[bold red]{r.id}[/] {r.symptom}")
+        out.print(styled("\n", (r.id, "bold red"), f" {r.symptom}"))
         out.print(f"  because    {r.cause}")
         out.print(f"  where      {r.stage}; short of: {r.resource}")
         out.print(f"  shown by   {_numbers(f.numbers)}")

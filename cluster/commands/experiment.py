@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cluster.commands.output import err, print_json
+from cluster.commands.output import command_line, err, print_json
 
 
 def command(
@@ -26,6 +26,7 @@ def command(
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from cluster.errors import UserError
+    from cluster.folder import make_folder
     from cluster.planner import experiment, report
 
     spec = experiment.load(file)
@@ -34,6 +35,7 @@ def command(
             raise UserError(f"seeds: {seeds!r} is not a list of whole numbers; e.g. 1,2,3")
         spec = spec.model_copy(update={"seeds": tuple(int(s) for s in seeds.split(","))})
     folder = out or Path("out/experiments") / file.stem
+    make_folder(folder)
     # Titles and labels are the user's words: brackets in them are no markup.
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=err, transient=True) as bar:
@@ -51,8 +53,7 @@ def command(
             result = experiment.run(spec, progress, served)
         else:
             result = experiment.run(spec, progress)
-    shown = f"pdserve experiment {file}" + (" --live" if live else "")
-    files = report.write(result, folder, shown)
+    files = report.write(result, folder, command_line(None))
     rows = experiment.averaged(result.cases)
     target = report.attainment_target(result)
     reached = report.highest_rate_at(rows, target) if spec.rates else {}

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import datetime
 import platform
-import shlex
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cluster.commands.output import err, print_json
+from cluster.commands.output import command_line, err, print_json
 from cluster.errors import PdserveError, UserError
 
 if TYPE_CHECKING:
@@ -24,6 +22,7 @@ if TYPE_CHECKING:
 
 
 def command(
+    ctx: typer.Context,
     config: Annotated[Path | None, typer.Argument(help="a ClusterConfig; its decode pool's engine is measured")] = None,
     model: Annotated[
         str, typer.Option(help="without a config: embedded, smollm2, a path or a Hugging Face id")
@@ -58,13 +57,16 @@ def command(
     Example: [bold]pdserve fit --url http://127.0.0.1:8000 --out profiles/served.json[/bold]
     Example: [bold]pdserve fit --shape llama3-8b --out profiles/llama3-8b.json[/bold]
     """
+    from cluster.folder import make_room
     from cluster.perf.fitting import fit_steps, residuals_of, variation_of
     from cluster.perf.profile import Profile, write_profile
 
     if dtype not in ("bfloat16", "float16", "float32"):
         raise UserError(f"dtype: {dtype!r} is not known; use bfloat16, float16 or float32")
-    if url is not None and (config is not None or shape is not None):
-        raise UserError("--url measures a running cluster; leave the config and --shape out")
+    _require_one_subject(ctx, config, url, shape)
+    make_room(out, "--out")
+    if samples_out is not None:
+        make_room(samples_out, "--samples")
     slowdown: HostSlowdown | None = None
     try:
         with err.status("measuring") as status:
@@ -87,7 +89,7 @@ def command(
     if held:
         residuals["held_out"] = residuals_of(fit.coefficients, held)["all"]
     provenance |= {
-        "command": shlex.join(["pdserve", *sys.argv[1:]]),
+        "command": command_line(api_key),
         "measured_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "host": f"{platform.machine()}, {platform.system()}",
     }
@@ -113,6 +115,23 @@ def command(
     if variation:
         print(f"  decode steps of a batch took {variation[0]:.2f} to {variation[-1]:.2f} times as long as fitted")
     print(f"wrote {out}")
+
+
+def _require_one_subject(ctx: typer.Context, config: Path | None, url: str | None, shape: str | None) -> None:
+    """Raises UserError for options that say nothing about what is measured: they would be ignored."""
+    # By name: the package that defines it is not always importable as `click`.
+    given = {name for name in ctx.params if getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"}
+    if url is not None and (config is not None or shape is not None):
+        raise UserError("--url measures a running cluster; leave the config and --shape out")
+    if shape is not None and config is not None:
+        raise UserError("--shape measures bare layers; leave the config out")
+    subject = "--shape" if shape is not None else "--url" if url is not None else "a config" if config else "an engine"
+    unused = {"max_batch"} if shape is not None else {"tp", "layers", "dtype"}
+    if subject != "an engine":
+        unused.add("model")
+    if said := sorted(given & unused):
+        names = ", ".join("--" + name.replace("_", "-") for name in said)
+        raise UserError(f"{names}: says nothing about what {subject} measures; leave it out")
 
 
 def _hold_out(samples: list[StepSample]) -> tuple[list[StepSample], list[StepSample]]:
@@ -208,7 +227,9 @@ def _bench_served(
     from cluster.engine.served import measure_served
     from cluster.runtime.local import fetch_status
     from cluster.runtime.urgent import urgent
+    from loadtests.endpoint import base_url
 
+    url = base_url(url, "--url")
     said = fetch_status(url, api_key)
     with urgent():
         found = asyncio.run(

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from cluster.commands.output import err, print_json
+from cluster.commands.output import err, print_json, styled
 from cluster.errors import UserError
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", help="Kubernetes manifests for KubeRay.")
@@ -23,35 +23,44 @@ def render(
     out: Annotated[Path | None, typer.Option(help="folder to write the kustomize Component to")] = None,
     serve: Annotated[bool, typer.Option("--serve", help="only the Serve config, for `serve deploy`")] = False,
     compare: Annotated[bool, typer.Option("--check", help="write nothing; fail if --out holds something else")] = False,
+    json: Annotated[bool, typer.Option("--json", help="one JSON object on stdout")] = False,
 ) -> None:
     """Write what a config decides: sizes, resources, timers, and the Serve config.
 
     Example: [bold]pdserve k8s render k8s/overlays/gpu/config.yaml --out k8s/overlays/gpu/rendered[/bold]
     """
     from cluster.config import load
+    from cluster.kubernetes.groups import groups
     from cluster.kubernetes.render import component
     from cluster.kubernetes.serve_config import serve_config_text
 
     cluster = load(config)
+    groups(cluster)  # what a Serve config alone does not need and its cluster does
     text = serve_config_text(cluster) if serve else component(cluster, config.name)
     if out is None:
         if compare:
             raise UserError("--check: needs --out, the folder to compare with")
-        print(text, end="")
+        if json:
+            print_json({"text": text})
+        else:
+            print(text, end="")
         return
     target = out / ("serve-config.yaml" if serve else RENDERED)
     if compare:
         present = target.read_bytes() if target.is_file() else None
         if present != text.encode():
             raise UserError(f"{target}: is not what {config} renders to; run the same command without --check")
-        err.print(f"{target} is up to date")
+        _say(f"{target} is up to date", {"up_to_date": str(target)}, json)
         return
     _write(target, text, folder=out)
-    err.print(f"wrote {target}")
+    _say(f"wrote {target}", {"wrote": str(target)}, json)
 
 
 @app.command()
-def environment(config: Annotated[Path, typer.Argument(help="a ClusterConfig")]) -> None:
+def environment(
+    config: Annotated[Path, typer.Argument(help="a ClusterConfig")],
+    json: Annotated[bool, typer.Option("--json", help="one JSON object on stdout")] = False,
+) -> None:
     """Print what every machine must set before `ray start`, as lines for a shell. Manifests hold the same.
 
     Example: [bold]eval "$(pdserve k8s environment cluster.yaml)"[/bold]
@@ -60,8 +69,15 @@ def environment(config: Annotated[Path, typer.Argument(help="a ClusterConfig")])
 
     from cluster.config import load
     from cluster.kubernetes.groups import environment as variables
+    from cluster.kubernetes.groups import groups
 
-    for name, value in variables(load(config)).items():
+    cluster = load(config)
+    groups(cluster)
+    found = variables(cluster)
+    if json:
+        print_json(found)
+        return
+    for name, value in found.items():
         print(f"export {name}={shlex.quote(value)}")
 
 
@@ -87,7 +103,7 @@ def check(
         )
     else:
         for finding in findings:
-            err.print(f"[red]x[/red] {finding.where}: {finding.problem}", highlight=False, soft_wrap=True)
+            err.print(styled(("x", "red"), f" {finding.where}: {finding.problem}"), soft_wrap=True)
         err.print(f"{len(manifests)} objects, {len(findings)} mistakes")
     if findings:
         raise typer.Exit(2)
@@ -96,6 +112,7 @@ def check(
 @app.command()
 def dashboard(
     out: Annotated[Path | None, typer.Option(help="file to write")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on stdout; without --out it is one")] = False,
 ) -> None:
     """Write the Grafana dashboard (JSON).
 
@@ -110,7 +127,14 @@ def dashboard(
         print(text, end="")
     else:
         _write(out, text)
-        err.print(f"wrote {out}")
+        _say(f"wrote {out}", {"wrote": str(out)}, as_json)
+
+
+def _say(line: str, figures: dict[str, str], as_json: bool) -> None:
+    if as_json:
+        print_json(figures)
+    else:
+        err.print(line)
 
 
 def _write(path: Path, text: str, folder: Path | None = None) -> None:

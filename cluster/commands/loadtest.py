@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cluster.commands.output import err, out, print_json
+from cluster.commands.output import command_line, err, out, print_json, styled
 
 if TYPE_CHECKING:
     from loadtests.scenario import Scenario
@@ -39,22 +38,22 @@ def command(
 
     Example: pdserve loadtest smoke --host http://127.0.0.1:8000 --out out/smoke
     """
+    from cluster.folder import make_folder
     from loadtests import scenario as scenarios
 
     if scenario == "list":
         _list(as_json)
         return
-    from loadtests.report.build import make_folder, strict, write
+    from loadtests.report.build import strict, write
     from loadtests.session import Session, Settings, check
 
     path = scenarios.find(scenario)
     chosen = _changed(scenarios.load(path), rate, speed, duration, seed)
-    line = "pdserve " + " ".join(a for a in sys.argv[1:] if api_key is None or api_key not in a)
-    settings = Settings(host, model, tokenizer, processes, sweep, api_key, command=line)
+    settings = Settings(host, model, tokenizer, processes, sweep, api_key, command=command_line(api_key))
     check(chosen, settings)
     folder = out_dir or Path("out") / "loadtest" / chosen.name
     make_folder(folder)
-    session = Session(chosen, settings, lambda text: err.print(f"[yellow]note:[/] {text}"))
+    session = Session(chosen, settings, lambda text: err.print(styled(("note:", "yellow"), f" {text}")))
     bars = _bars(chosen.workload.duration_s)
     result, run = session.measure(bars)
     files = write(result, run.samples, folder)
@@ -117,7 +116,8 @@ def _bars(duration_s: float | None) -> Any:
 
     @contextmanager
     def bar(name: str) -> Iterator[Any]:
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[now]}"), TimeElapsedColumn())
+        name_column = TextColumn("{task.description}", markup=False)
+        columns = (name_column, BarColumn(), TextColumn("{task.fields[now]}", markup=False), TimeElapsedColumn())
         with Progress(*columns, console=err, transient=not err.is_terminal) as progress:
             task = progress.add_task(name, total=duration_s, now="")
 
@@ -153,7 +153,8 @@ def _show(result: dict[str, Any]) -> None:
     for note in [*result["notes"], *(f"error: {e} ({n}x)" for e, n in s["errors"].items())]:
         out.print(note)
     if not v["valid"]:
-        out.print("[bold red]invalid run:[/] the load generator was the bottleneck; " + "; ".join(v["reasons"]))
+        why = " the load generator was the bottleneck; " + "; ".join(v["reasons"])
+        out.print(styled(("invalid run:", "bold red"), why))
     for goal, found in (result.get("sweep") or {}).get("highest_rate_per_s", {}).items():
         text = f"{found:.3g} requests/s" if found else "none of the rates tried"
         out.print(f"highest rate with attainment >= {100 * float(goal):g}%: {text}")

@@ -1,16 +1,37 @@
-"""What all subcommands share: one JSON object on stdout, everything else on stderr."""
+"""What all subcommands share: one JSON object on stdout, everything else on stderr.
+
+The consoles print text as it is. Names, paths and errors come from users and engines, and what stands in brackets there
+is no style; `styled` is how a style gets into a line.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import shlex
 import sys
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
-err = Console(stderr=True, highlight=False)
-out = Console(highlight=False)
+err = Console(stderr=True, highlight=False, markup=False)
+out = Console(highlight=False, markup=False)
+
+
+def styled(*parts: str | tuple[str, str]) -> Text:
+    """A line of plain strings and (text, style) pairs."""
+    return Text.assemble(*parts)
+
+
+def command_line(api_key: str | None) -> str:
+    """This call as one can type it again, without its key: results are files that people share."""
+    words = []
+    for word in sys.argv[1:]:
+        if api_key and word in (api_key, f"--api-key={api_key}"):
+            word = word.replace(api_key, "KEY")
+        words.append(word)
+    return shlex.join(["pdserve", *words])
 
 
 def complain(line: str) -> None:

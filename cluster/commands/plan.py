@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cluster.commands.output import out, print_json
+from cluster.commands.output import out, print_json, styled
 from cluster.commands.plan_options import (
     Gpu,
     Json,
@@ -107,8 +107,11 @@ def capacity(
         ],
     )
     out.print(
-        f"\nKV {result.kv_bytes_per_token:,} bytes a token and GPU, {result.pool_blocks:,} blocks = "
-        f"{result.pool_tokens:,} tokens\n[bold]{result.concurrency} sequences; {result.binding} binds[/bold]"
+        styled(
+            f"\nKV {result.kv_bytes_per_token:,} bytes a token and GPU, {result.pool_blocks:,} blocks = "
+            f"{result.pool_tokens:,} tokens\n",
+            (f"{result.concurrency} sequences; {result.binding} binds", "bold"),
+        )
     )
 
 
@@ -191,6 +194,5 @@ def speculative(
     )
     for batch in (1, 32, 256):
         k, gain = plan.best[batch]
-        out.print(
-            f"batch {batch}: " + (f"[bold]k = {k}[/bold], {gain:.2f} x" if k else "[bold]off[/bold]: every k loses")
-        )
+        best, why = (f"k = {k}", f", {gain:.2f} x") if k else ("off", ": every k loses")
+        out.print(styled(f"batch {batch}: ", (best, "bold"), why))

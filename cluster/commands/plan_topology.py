@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cluster.commands.output import err, out, print_json
+from cluster.commands.output import err, out, print_json, styled
 from cluster.commands.plan_options import Json, Kv, Model, ProfileFile, Times, Weights, milliseconds, print_table
 from cluster.errors import UserError
 
@@ -153,13 +153,17 @@ def topology(
     best = rated[0]
     price = ", ".join(f"{g} {hardware(g).price_per_hour:.2f}" for g in counts)
     out.print(
-        f"\n[bold]{best.topology}[/bold] ({best.topology.kind}): {best.goodput_rps:.2f} requests/s, "
-        f"{best.outlook.bottleneck} binds. {answer.considered} topologies considered, "
-        f"{len(answer.impossible)} layouts impossible. $ per GPU-hour: {price}",
+        styled(
+            "\n",
+            (str(best.topology), "bold"),
+            f" ({best.topology.kind}): {best.goodput_rps:.2f} requests/s, {best.outlook.bottleneck} binds. "
+            f"{answer.considered} topologies considered, {len(answer.impossible)} layouts impossible. "
+            f"$ per GPU-hour: {price}",
+        ),
         soft_wrap=True,
     )
     for name, why in list(answer.impossible.items())[:3]:
-        err.print(f"[dim]left out {name}: {why}[/dim]", soft_wrap=True)
+        err.print(f"left out {name}: {why}", style="dim", soft_wrap=True)
 
 
 COLUMNS = ["topology", "GPUs", "req/s", "tok/s/GPU", "no queues", "req/$", "TTFT ms", "TPOT ms", "batch", "binds"]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import typer
+from rich.text import Text
 
-from cluster.commands.output import err, out, print_json
+from cluster.commands.output import err, out, print_json, styled
 
 
 def command(
@@ -82,5 +83,5 @@ def _show(
     )
 
 
-def _verdict(ok: bool) -> str:
-    return "[green]ok[/]" if ok else "[red]differs[/]"
+def _verdict(ok: bool) -> Text:
+    return styled(("ok", "green") if ok else ("differs", "red"))

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from cluster.commands.output import err, print_json
+from cluster.commands.output import err, print_json, styled
 from cluster.commands.waiting import Waiting
 
 
@@ -40,10 +40,9 @@ def command(
     if not stop.is_set():
         if json_:
             print_json({"url": cluster.url, "model": resolved.model.id, "ready_s": round(cluster.ready_s["total"], 2)})
-        err.print(
-            f"[bold]pdserve[/] serves [cyan]{resolved.model.served_name or resolved.model.id}[/] at {cluster.url}/v1"
-            f" (ready after {cluster.ready_s['total']:.0f} s); Ctrl-C ends it after its running requests"
-        )
+        name = resolved.model.served_name or resolved.model.id
+        ready = f"/v1 (ready after {cluster.ready_s['total']:.0f} s); Ctrl-C ends it after its running requests"
+        err.print(styled(("pdserve", "bold"), " serves ", (name, "cyan"), f" at {cluster.url}{ready}"))
         while not stop.wait(0.5):
             pass
     with Waiting("stopping") as waiting:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 
-from cluster.commands.output import out, print_json
+from cluster.commands.output import out, print_json, styled
+from cluster.errors import UserError
 
 CHANGES_SHOWN = 5
 
@@ -22,26 +24,41 @@ def command(
 ) -> None:
     """Pools, replicas, load, open leases, goodput, misses by stage and the autoscaler's last decisions.
 
+    It is what one router knows; with several, counts are of the one that answers, whose name is shown.
+
     Example: pdserve status --url http://127.0.0.1:8000 --watch
     """
     from cluster.runtime.local import fetch_status
+    from loadtests.endpoint import base_url
 
+    if json_ and watch:
+        raise UserError("--watch: is for people; ask with --json as often as needed")
+    url = base_url(url, "--url")
+    first = fetch_status(url, api_key)
     if json_:
-        print_json(fetch_status(url, api_key))
+        print_json(first)
         return
     if not watch:
-        out.print(render(fetch_status(url, api_key)))
+        out.print(render(first))
         return
     from rich.live import Live
 
     # Ctrl-C is how it ends.
     with (
         contextlib.suppress(KeyboardInterrupt),
-        Live(render(fetch_status(url, api_key)), console=out, screen=out.is_terminal, auto_refresh=False) as live,
+        Live(render(first), console=out, screen=out.is_terminal, auto_refresh=False) as live,
     ):
         while True:
             time.sleep(interval_s)
-            live.update(render(fetch_status(url, api_key)), refresh=True)
+            live.update(_now(lambda: fetch_status(url, api_key)), refresh=True)
+
+
+def _now(ask: Callable[[], dict[str, Any]]) -> Any:
+    """What there is to show; a router that is being replaced is no reason to stop looking."""
+    try:
+        return render(ask())
+    except UserError as e:
+        return styled((str(e), "yellow"))
 
 
 def render(status: dict[str, Any]) -> Any:
@@ -53,7 +70,7 @@ def render(status: dict[str, Any]) -> Any:
     router = status["router"]
     head = Text.assemble(
         (status["name"], "bold"),
-        f"  model {status['model']}  engine {status['engine']}  policy {router['policy']}"
+        f"  model {status['model']}  engine {status['engine']}  policy {router['policy']}  router {router['id']}"
         f"  running {router['running_requests']}  retries {router['retries']}  migrations {router['migrations']}",
     )
     replicas = Table(title="replicas", title_justify="left", box=None, pad_edge=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 
 from rich.status import Status
+from rich.text import Text
 
 from cluster.commands.output import err
 
@@ -22,7 +23,7 @@ class Waiting:
 
     def __enter__(self) -> Waiting:
         if err.is_terminal:
-            self._status = err.status(self._title)
+            self._status = err.status(Text(self._title))
             self._status.start()
         return self
 
@@ -33,7 +34,7 @@ class Waiting:
     def __call__(self, what: str, elapsed_s: float) -> None:
         line = f"{self._title}: waiting for {what} ({elapsed_s:.0f} s)"
         if self._status is not None:
-            self._status.update(line)
+            self._status.update(Text(line))
         elif elapsed_s - self._said_s >= QUIET_INTERVAL_S or (what.split(":")[0] != self._said):
             self._said_s, self._said = elapsed_s, what.split(":")[0]
             err.print(line)

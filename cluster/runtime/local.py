@@ -351,7 +351,7 @@ def check_memory(config: ClusterConfig) -> None:
     import psutil
 
     engines = sum(
-        config.pool(role).replicas.start * config.pool(role).layout.tp * config.pool(role).layout.pp
+        config.pool(role).replicas.start * config.pool(role).layout.ranks
         for role in ([Role.DECODE] if config.colocated else [Role.PREFILL, Role.DECODE])
     )
     needed = engines * (config.engine.cpu.kvcache_gib + ENGINE_GIB)

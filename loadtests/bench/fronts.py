@@ -38,7 +38,7 @@ from loadtests.tokenizer import find_tokenizer
 PER_WORKER = {1: 16, 8: 8, 32: 4}
 """Requests per unit of concurrency in one repeat: about as long at each."""
 
-err = Console(stderr=True, highlight=False)
+err = Console(stderr=True, highlight=False, markup=False)
 
 
 async def closed_loop(

@@ -36,7 +36,7 @@ SEEDS = 5
 TRIES = 3
 """Sessions at most, until every load has a valid run."""
 
-err = Console(stderr=True, highlight=False)
+err = Console(stderr=True, highlight=False, markup=False)
 
 
 @dataclass(frozen=True, slots=True)

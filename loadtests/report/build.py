@@ -7,12 +7,10 @@ import importlib.metadata
 import json
 import math
 import platform
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster.errors import ConfigError
 from loadtests.report.page import render
 from loadtests.results import by_group, cdf, closed_loop_note, over_time, pooled, summarize, validity
 from loadtests.runner import Run
@@ -73,21 +71,6 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
-
-
-def make_folder(folder: Path, option: str = "--out") -> None:
-    """Create the folder of a report, before anything is measured that it could not hold.
-
-    Raises:
-        ConfigError: no file can be written there.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder):
-            pass
-    except OSError as e:
-        problem = f"no file can be written in {str(folder)!r} ({e.strerror or e})"
-        raise ConfigError(option, problem, "give a folder of your own") from None
 
 
 def write(result: Mapping[str, Any], samples: Sequence[Sample], folder: Path) -> list[Path]:

@@ -5,15 +5,18 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from cluster.config import ClusterConfig, parse
 from cluster.engine.simulation.settings import engine_spec
-from cluster.engine.vllm import describe
+from cluster.engine.vllm import describe, environment
 from cluster.engine.vllm.arguments import EngineSettings
+from cluster.errors import ConfigError, UserError
 from cluster.layout import replica_layout
 from cluster.messages import Role
 from cluster.planner import simulate as planned
+from cluster.runtime.local import check_memory
 from cluster.sim.run import simulate
 from cluster.workload.spec import parse as parse_workload
 
@@ -28,7 +31,7 @@ WORKLOAD = parse_workload(
 
 def config(**more: Any) -> ClusterConfig:
     pool = {"layout": {"tp": 2, "dp": 4}, "replicas": {"min": 1, "max": 1}, "simulated": {"hardware": "H100"}}
-    return parse({"engine": {"kind": "simulated"}, "pools": {"prefill": None, "decode": pool}, **more})
+    return parse({"engine": {"kind": "simulated"}, "pools": {"prefill": None, "decode": pool}} | more)
 
 
 def test_planned_and_simulated_replicas_hold_all_their_ranks() -> None:
@@ -36,6 +39,42 @@ def test_planned_and_simulated_replicas_hold_all_their_ranks() -> None:
     assert planned.accelerators(config()) == (8, pytest.approx(24.0))
     assert engine_spec(config(), Role.DECODE).info("decode-0", "1").accelerators == 8
     assert simulate(config(), WORKLOAD).accelerators == 8
+
+
+@pytest.mark.parametrize(
+    ("simulated", "pool", "price"),
+    [
+        ({"hardware": "a100"}, {}, 1.3),
+        ({"hardware": "H100-SXM"}, {}, 3.0),
+        ({"times": "roofline"}, {}, 3.0),
+        ({"times": "roofline"}, {"accelerator": "A100"}, 1.3),
+        ({"times": "roofline"}, {"simulated": {"hardware": "a100_80g"}}, 1.3),
+        ({}, {}, None),
+        ({"hardware": "my card"}, {}, None),
+    ],
+)
+def test_a_price_is_of_the_accelerator_that_is_simulated(
+    simulated: dict[str, Any], pool: dict[str, Any], price: float | None
+) -> None:
+    one = {"replicas": {"min": 1, "max": 1}, **pool}
+    cluster = parse(
+        {"engine": {"kind": "simulated", "simulated": simulated}, "pools": {"prefill": None, "decode": one}}
+    )
+    assert planned.accelerators(cluster) == (1, price)
+
+
+def test_the_roofline_does_not_price_ranks_that_it_does_not_know() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^pools.decode.layout.dp: 4: the roofline knows no data-parallel ranks; use"
+    ):
+        engine_spec(config(engine={"kind": "simulated", "simulated": {"times": "roofline"}}), Role.DECODE)
+
+
+def test_memory_of_all_ranks_is_asked_for_before_any_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "runs_on_cpu", lambda _: True)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=20 * 2**30))
+    with pytest.raises(UserError, match=r"^engine.cpu.kvcache_gib: .* 8 engines need about"):
+        check_memory(config(engine={"kind": "vllm"}))
 
 
 def test_autoscaling_pays_for_all_ranks() -> None:
@@ -57,3 +96,4 @@ def test_a_vllm_engine_says_so_too(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     info = describe.worker_info(config(), Role.DECODE, EngineSettings("path"), resolved, "decode-0", "1", "node")
     assert info.accelerators == 8
+    assert info.max_num_seqs == 4 * 8, "vLLM's bound is a rank's, its count of KV blocks is not"

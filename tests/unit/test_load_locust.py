@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import ssl
 import subprocess
 import sys
 import warnings
@@ -36,6 +37,7 @@ with pytest.MonkeyPatch.context() as _patch, warnings.catch_warnings():
     from loadtests.locust_client import GeventClient
     from loadtests.locust_control import Control
     from loadtests.locust_plan import scenario_of, share_of, shares, slo_of
+    from loadtests.session import TEMPLATE_TOKENS, room_tokens
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,6 +85,7 @@ def options(**changes: Any) -> SimpleNamespace:
         "pd_model": "",
         "pd_tokenizer": "words",
         "pd_drain": 0.1,
+        "pd_api_key": "",
         "pd_loop": "open",
         "headless": True,
     }
@@ -103,7 +106,7 @@ def environment(runner: Any, **changes: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(locust_control, "discover", lambda *_: Served("http://127.0.0.1:9", "m", None))
+    monkeypatch.setattr(locust_control, "discover", lambda *_, **__: Served("http://127.0.0.1:9", "m", None))
 
 
 @pytest.fixture
@@ -262,7 +265,7 @@ def test_one_process_plays_everything(tmp_path: Path, monkeypatch: pytest.Monkey
 # Mistakes.
 
 
-def no_such_host(*_: Any) -> Served:
+def no_such_host(*_: Any, **__: Any) -> Served:
     raise UserError("--host: nobody\nanswers")
 
 
@@ -369,6 +372,40 @@ def test_locust_itself_ends_with_one_line_and_status_2() -> None:
     assert "--pd-scenario: 'nope' is neither a scenario nor a file" in mistakes[0]
 
 
+def test_a_scenario_keeps_its_client(started: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def known(*words: Any, **more: Any) -> Served:
+        asked.append((*words, more))
+        return Served("http://127.0.0.1:9", "m", 4096)
+
+    monkeypatch.setattr(locust_control, "discover", known)
+    chosen = {"pd_scenario": scenario_file(tmp_path, requests=1), "pd_drain": None, "pd_api_key": "secret"}
+    path = Path(chosen["pd_scenario"])
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"client": {"drain_s": 0.2, "total_s": 7}}))
+    control = started(Control(environment(Local(), **chosen)))
+    assert asked == [("http://127.0.0.1:9", None, "secret", {"key_option": "--pd-api-key"})]
+    assert control.writer.endpoint.api_key == "secret"
+    assert (control.drain_s, control.client._limits.total_s) == (0.2, 7)
+    assert control.max_tokens == room_tokens(4096, words=True) == 4096 - 4096 // 3 - TEMPLATE_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [({"pd_drain": "soon"}, "--pd-drain: 'soon' is no number"), ({"pd_drain": -1}, "--pd-drain: -1 is no number")],
+)
+def test_a_drain_is_a_number_of_seconds(changes: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError, match=line):
+        Control(environment(Local(), **changes))
+
+
+def test_what_locust_cannot_keep_is_refused(tmp_path: Path) -> None:
+    path = Path(scenario_file(tmp_path))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"client": {"max_in_flight": 3}}))
+    with pytest.raises(ConfigError, match=r"^--pd-scenario: .* \(client.max_in_flight\).*; use `pdserve loadtest`"):
+        Control(environment(Local(), pd_scenario=str(path)))
+
+
 # Connections.
 
 
@@ -411,6 +448,13 @@ def test_a_reset_is_judged_by_what_had_arrived() -> None:
     assert (s.outcome, s.error) == (Outcome.FAILED, "cut: no finish reason")
     s = request(Socket(RESET))
     assert (s.outcome, s.error) == (Outcome.FAILED, "connection closed before the headers")
+
+
+def test_a_refusal_under_tls_says_why() -> None:
+    refused = ssl.SSLError(1, "[SSL: TLSV13_ALERT_CERTIFICATE_REQUIRED] tlsv13 alert certificate required")
+    s = request(Socket(refused))
+    assert s.outcome is Outcome.FAILED and s.error.startswith("TLS: ") and "CERTIFICATE_REQUIRED" in s.error
+    assert request(Socket(HEAD + framed(event("a", 1)), refused)).error == "cut: no finish reason"
 
 
 def test_a_reset_of_a_kept_connection_says_nothing_of_the_request() -> None:

@@ -387,7 +387,9 @@ def test_capacities_are_read_from_a_router_s_own_status() -> None:
                    max_num_seqs=8, max_num_batched_tokens=512, max_model_len=2048)
         for name, blocks in (("d0", 100), ("d1", 300))
     ]  # fmt: skip
-    dispatcher: Any = SimpleNamespace(workers={i.worker_id: i for i in infos}, loads={}, last_failure={})
+    dispatcher: Any = SimpleNamespace(
+        workers={i.worker_id: i for i in infos}, loads={}, members=SimpleNamespace(last_failure={})
+    )
     status = {"pools": {"decode": _pool(Role.DECODE, parse_config({}), dispatcher)}}
     assert engine_numbers(status) == {"batch_slots": 16.0, "kv_capacity_tokens": 6400.0, "kv_used_share_now": 0.0}
 

@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from cluster.cli import main
-from cluster.commands import demo
+from cluster.commands import demo, diagnose
+from cluster.commands.waiting import Waiting
 
 RECORD: dict[str, Any] = {
     "path": "split",
@@ -56,3 +57,17 @@ def test_warnings_keep_the_names_in_brackets(tmp_path: Path, capsys: pytest.Capt
     printed = capsys.readouterr()
     assert "would need 6 ports, [kv_transfer.port_min, port_max] has 5" in printed.err
     assert "card[a]" in printed.out
+
+
+def test_styles_are_our_own_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    with Waiting("starting [b]x[/b]") as waiting:
+        waiting("worker[/0]: [red]engine[/red]", 1.0)
+    _show_finding()
+    printed = capsys.readouterr()
+    assert "starting [b]x[/b]: waiting for worker[/0]: [red]engine[/red] (1 s)" in printed.err
+    assert "run[/1]: 3 requests" in printed.out and "note: from [/tmp]" in printed.out
+
+
+def _show_finding() -> None:
+    source = SimpleNamespace(name="run[/1]", evidence={"requests": 3.0}, note="from [/tmp]")
+    diagnose._show(source, [], all_rules=False)  # type: ignore[arg-type]

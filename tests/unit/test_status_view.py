@@ -24,7 +24,7 @@ GOODPUT = {
     "ttft_s": QUANTILES,
     "tpot_s": QUANTILES,
 }
-ROUTER = {"policy": "cost", "running_requests": 3, "retries": 0, "migrations": 0}
+ROUTER = {"id": "r0", "policy": "cost", "running_requests": 3, "retries": 0, "migrations": 0}
 
 
 def shown(autoscaling: dict | None) -> str:
