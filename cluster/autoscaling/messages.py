@@ -96,6 +96,8 @@ class Settings:
 
         def pool(role: Role, of: PoolConfig) -> PoolSettings:
             seqs = of.engine_args.get("max_num_seqs", config.engine.args.get("max_num_seqs"))
+            if seqs is not None and config.engine.kind == "vllm":
+                seqs *= of.layout.dp  # vLLM's is of each data-parallel rank
             cost = of.layout.ranks
             return PoolSettings(of.replicas.min, of.replicas.max, cost, seqs, priors.get(role))
 

@@ -47,7 +47,9 @@ def run_engine(
     def arrive(number: int, arrival: Arrival) -> None:
         refusal = engine.scheduler.refusal(arrival.prompt_tokens, arrival.output_tokens)
         if refusal:
-            records.append(RequestRecord(str(number), Outcome.REJECTED, slo, arrival.at_s, arrival.at_s, error=refusal))
+            refused = RequestRecord(str(number), Outcome.REJECTED, slo, arrival.at_s, arrival.at_s, error=refusal)
+            refused.status = 400
+            records.append(refused)
             return
         keys = block_keys(arrival.prompt, config.block_size_tokens) if config.prefix_caching else ()
         engine.submit(

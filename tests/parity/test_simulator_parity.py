@@ -119,7 +119,7 @@ def test_one_event_for_many_iterations_decides_alike(name: str) -> None:
         assert [_place(d) for d in fast.fleet.log.decisions] == [_place(d) for d in slow.fleet.log.decisions]
         _same_service(slow.records, fast.records)
         return
-    # A live router looks at its queue after every iteration, the fast way every 10 ms: other moments, same service.
+    # What a long step has done is seen at other moments than the end of each iteration: other looks, same service.
     for q in (50, 99):
         a, b = (np.percentile([r.ttft_s for r in run.records if r.ttft_s], q) for run in (fast, slow))
         assert a == pytest.approx(b, rel=0.05)

@@ -8,6 +8,7 @@ from typing import Any
 import psutil
 import pytest
 
+from cluster.autoscaling.messages import Settings
 from cluster.config import ClusterConfig, parse
 from cluster.engine.simulation.settings import engine_spec
 from cluster.engine.vllm import describe, environment
@@ -81,6 +82,13 @@ def test_autoscaling_pays_for_all_ranks() -> None:
     scaled = simulate(config(autoscaling={"policy": "goodput", "interval_s": 5}), WORKLOAD)
     assert scaled.accelerators == pytest.approx(8)
     assert scaled.scaler is not None and scaled.scaler.log.peak_accelerators == 8
+
+
+def test_sequences_of_all_ranks_are_what_a_replica_runs() -> None:
+    args = {"kind": "vllm", "args": {"max_num_seqs": 16}}
+    assert Settings.from_config(config(engine=args)).decode.max_num_seqs == 64
+    assert Settings.from_config(config(engine={"kind": "vllm"})).decode.max_num_seqs is None
+    assert Settings.from_config(config(engine=args | {"kind": "simulated"})).decode.max_num_seqs == 16
 
 
 def test_a_vllm_engine_says_so_too(monkeypatch: pytest.MonkeyPatch) -> None:
