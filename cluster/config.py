@@ -261,6 +261,10 @@ class TracingConfig(Section):
     otlp_endpoint: str | None = None
 
 
+SETTLE_S = 5.0
+"""How long a router's word may take after its own limit has passed."""
+
+
 class ClusterConfig(Section):
     name: str = Field("pdserve", pattern=r"^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?$")
     model: ModelConfig = ModelConfig()
@@ -287,6 +291,14 @@ class ClusterConfig(Section):
                 router = {**router, "admission": {"wait_for_workers": True, **admission}}
                 return {**raw, "router": router}
         return raw
+
+    @property
+    def lease_backstop_s(self) -> float:
+        """How long a ticket is kept that nobody settles: longer than any router waits for its first token.
+
+        A router that is gone ends its leases with its link. This is for one that was stopped, and keeps its link.
+        """
+        return max(self.kv_transfer.lease_s, self.router.limits.first_token_s + SETTLE_S)
 
     def pool(self, role: Role) -> PoolConfig:
         pool = self.pools.prefill if role is Role.PREFILL else self.pools.decode

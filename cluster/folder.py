@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -31,4 +32,7 @@ def make_room(file: Path, option: str) -> None:
     """
     if file.is_dir():
         raise ConfigError(option, f"{str(file)!r} is a folder", "name a file")
-    make_folder(file.parent, option)
+    if not file.exists():
+        make_folder(file.parent, option)
+    elif not os.access(file, os.W_OK):
+        raise ConfigError(option, f"{str(file)!r} is there and cannot be written", "name another file")

@@ -17,7 +17,7 @@ from cluster.logs import use_serve_log
 from cluster.messages import Role
 from cluster.node import node_ip
 from cluster.wire import LegCall, LegEnd
-from cluster.worker import Worker, backstop_s, describe
+from cluster.worker import Worker, describe
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class PoolReplica:
             host=host,
             node=ray.get_runtime_context().get_node_id(),
         )
-        self._worker = Worker(engine, lease_s=backstop_s(self._config), stall_s=self._config.engine.stall_s)
+        self._worker = Worker(engine, lease_s=self._config.lease_backstop_s, stall_s=self._config.engine.stall_s)
         settle_heap()
 
     async def run(self, call: LegCall) -> LegEnd:

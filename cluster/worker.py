@@ -16,7 +16,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import asdict, replace
 from typing import Any
 
-from cluster.config import ClusterConfig
 from cluster.drain import Drain, DrainState
 from cluster.engine.base import Engine, EngineDelta
 from cluster.errors import EngineFailed, NoWorker, PdserveError, RequestError, WorkerLost
@@ -32,16 +31,6 @@ EARLY_CANCELS = 4096
 LOAD_INTERVAL_S = 0.05
 HEARTBEAT_S = 1.0
 """Routers take a longer silence for a stopped process (`router.limits.silent_s`)."""
-SETTLE_S = 5.0
-"""How long a router's word may take after its own limit has passed."""
-
-
-def backstop_s(config: ClusterConfig) -> float:
-    """How long a worker keeps a ticket that nobody settles: longer than any router waits for its first token.
-
-    A router that is gone ends its leases with its link. This is for one that was stopped, and keeps its link.
-    """
-    return max(config.kv_transfer.lease_s, config.router.limits.first_token_s + SETTLE_S)
 
 
 class _Leg:
@@ -63,7 +52,7 @@ class Worker:
 
     Args:
         engine: owned: shut down with the worker.
-        lease_s: backstop for a ticket that nobody settles, see `backstop_s`.
+        lease_s: backstop for a ticket that nobody settles, `ClusterConfig.lease_backstop_s`.
         stall_s: without a step for that long while work is there, the engine counts as stuck.
     """
 

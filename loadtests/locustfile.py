@@ -50,8 +50,10 @@ def options(parser: LocustArgumentParser) -> None:
         default=None,
         help="seconds to wait for running requests at the end; default: 10, or the scenario's",
     )
-    # Not in the group, whose arguments cannot be hidden in the web UI.
-    parser.add_argument("--pd-api-key", default="", env_var="PDSERVE_API_KEY", is_secret=True, help="bearer token")
+    # Not in the web UI, which has no login: its page would hold the key.
+    parser.add_argument(
+        "--pd-api-key", default="", env_var="PDSERVE_API_KEY", include_in_web_ui=False, help="bearer token"
+    )
     group.add_argument("--pd-out", default="", help="folder for summary.json")
 
 

@@ -274,6 +274,8 @@ class Admission:
             if self._only_queues(forecast.wait_s):
                 if self._only_queues(forecast.least_wait_s):
                     return None, False  # as it would be with the next one
+                if forecast.worker not in look.ahead_s:
+                    self._asked -= 1  # one an engine at most, and an idle engine may be behind any number of busy ones
                 look.ahead_s[forecast.worker] = forecast.ready_s
                 self._known[request.request_id] = forecast
                 continue
@@ -332,13 +334,15 @@ class Admission:
                 ready.insert(0, self._favoured)
         for priority in ready:
             queue = self._classes[priority]
-            if self._owes_late(priority, now):
-                yield from islice(queue.late.in_order(), 1)
+            owed = next(queue.late.in_order(), None) if self._owes_late(priority, now) else None
+            if owed is not None:
+                yield owed
             yield from islice(queue.in_time.in_order(), LOOKED_AT)
             for waiting in islice(queue.late.in_order(), LOOKED_AT):
                 if look.ends_late(self._owes_late(priority, now)):
                     break
-                yield waiting
+                if waiting is not owed:
+                    yield waiting
 
     def _falls_behind(self, waiting: Waiting, ttft_s: float, now: float) -> bool:
         """Whether its turn has come too late for its first token; then it is refused, or others go before it."""

@@ -312,13 +312,14 @@ class CostModel:
     # -- terms ----------------------------------------------------------------------------------------------------
 
     def room_s(self, d: WorkerLoad, q: Question) -> float:
-        """Wait until d has sequences and KV for this request, or is empty; infinite if it can never hold the prompt.
+        """Wait until d has sequences and KV for this request, or has all its KV free; infinite if it can never hold the
+        prompt or run all choices: those that wait would hold up whoever else waits, until the engine is empty.
 
         Running sequences end at a rate of running / (mean output x step), each giving back its share of the KV.
         """
-        if never_fits(d, q.request.prompt_tokens):
+        sequences = q.request.n
+        if sequences > d.info.max_num_seqs or never_fits(d, q.request.prompt_tokens):
             return math.inf
-        sequences = min(q.request.n, d.info.max_num_seqs)
         blocks = decode_blocks(d, q.request, q.output_tokens, q.matched.get(d.name, 0))
         if blocks <= d.free_blocks and sequences <= d.free_sequences:
             return 0.0

@@ -300,13 +300,15 @@ class Lifecycle:
         choice.tokens += event.tokens
         choice.finished = event.finished
         choice.since_s = now
+        if event.finished or not choice.shown:
+            for other in self._choices:
+                if not other.shown:
+                    # Choices start after the first one's first token, which brings their prompt's KV along, or when one
+                    # that ends leaves them room.
+                    other.since_s = now
         if choice.shown or not (event.tokens or event.finished):
             return self._done_if_all_finished() if event.finished else []
         choice.shown = True
-        for other in self._choices:
-            if not other.shown:
-                # Choices start after the first one's first token, which brings their prompt's KV along.
-                other.since_s = now
         actions: list[Action] = []
         if self._prefill_open:
             # Nothing more is pulled: the other choices find the prompt where the first one is.
@@ -442,17 +444,20 @@ class Lifecycle:
             return self._within_budget(self._since_s + limits.prefill_s), Limit.PREFILL
         if self.state is not State.DECODE:
             return None
+        left = [choice for choice in self._choices if not choice.finished]
+        running = [choice for choice in left if choice.shown]
+        # Choices that the engine has no room for wait for those that run, which show that it is well.
         return min(
             (choice.since_s + limits.idle_s, Limit.IDLE)
             if choice.shown
             else (self._within_budget(choice.since_s + self._first_s), Limit.FIRST_TOKEN)
-            for choice in self._choices
-            if not choice.finished
+            for choice in running or left
         )
 
     def _within_budget(self, at_s: float) -> float:
         """A retry may not stretch the wait for the first token; a migration has nothing to do with it."""
-        return at_s if self._tokens_sent else min(at_s, self._budget_s)
+        begun = self._tokens_sent or any(choice.shown for choice in self._choices)
+        return at_s if begun else min(at_s, self._budget_s)
 
     def _limit_s(self, limit: Limit) -> float:
         value: float = getattr(self._limits, f"{limit.value}_s")

@@ -213,8 +213,11 @@ class Placer:
             exclude: workers that failed this request before.
             local_only: no transfer (it failed before): the decode engine computes the prompt.
         """
+        asked = self._asked
         if request.request_id in self._reservations:
+            # Another try at the same place, as where a pair is not to be used: what admission saw still holds.
             self.on_end(request.request_id, now)
+            self._asked = asked
         question = self.question(request)
         if self._asked[0] == request.request_id:
             question.ahead_s = self._asked[1]

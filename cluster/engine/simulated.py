@@ -63,7 +63,8 @@ async def create(
         spec,
         peers or ZmqPeers(ports),
         publisher,
-        lease_s=config.kv_transfer.lease_s,
+        # A decode engine that waits to pull renews it, as NIXL's is.
+        lease_s=config.lease_backstop_s,
         recompute=config.kv_transfer.on_failure == "recompute",
     )
     await engine.open(host)

@@ -48,16 +48,19 @@ class Verified:
 def cluster_config(question: Question, topology: Topology) -> ClusterConfig:
     """The simulated cluster of a topology, with the planner's memory; the same shape of file describes a live one."""
     shape, limits, kv_dtype = question.shape, question.limits, question.kv_dtype
+    longest = question.load.prompt_tokens + question.load.output_tokens
 
     def pool(content: Pool) -> dict[str, Any]:
         tp, pp = content.layout.tp, content.layout.pp
         budget = memory_budget(shape, hardware(content.layout.gpu), tp, pp, question.weight_dtype, limits)
+        # As many sequences as the formulas: with windows or states a sequence takes less than its length in blocks.
+        one = shape.kv_bytes(longest, limits.block_tokens, tp, pp, kv_dtype)
         return {
             "layout": {"tp": tp, "pp": pp},
             "replicas": {"min": content.replicas, "max": content.replicas},
             "simulated": {
                 "hardware": content.layout.gpu,
-                "kv_blocks": budget.kv_pool_bytes // (limits.block_tokens * shape.kv_bytes_per_token(tp, pp, kv_dtype)),
+                "kv_blocks": budget.kv_pool_bytes * math.ceil(longest / limits.block_tokens) // one,
                 "kv_bytes_per_token": shape.kv_bytes_per_token(1, 1, kv_dtype),
             },
         }

@@ -420,7 +420,7 @@ class Fleet:
             if leg.prefill:
                 del self._legs[sequence.seq_id]
                 self._lease_runs[sequence.seq_id] = (leg.run, leg.attempt)
-                worker.grant(sequence.seq_id, self.config.kv_transfer.lease_s, self._on_lease_expired)
+                worker.grant(sequence.seq_id, self.config.lease_backstop_s, self._on_lease_expired)
                 leg.run.on_ticket(leg)
                 self._pump()
                 continue

@@ -167,6 +167,8 @@ class _Stream:
         self._passing = True
         for message in held:
             await self._send(message)
+        if self._reply.error is not None and self._path == _MESSAGES:
+            self._look_again()
 
     async def _answer(self, error: HttpError) -> None:
         """The error is the whole response."""

@@ -532,6 +532,19 @@ def test_choices_that_wait_for_the_first_one_have_their_own_time_for_a_first_tok
     assert not m.ended
 
 
+def test_a_choice_without_room_waits_for_those_that_run_and_makes_nobody_suspect() -> None:
+    m = machine(n=2)
+    play(m, ARRIVED, PLACED, TICKETED, FIRST)
+    for tenth in range(1, 400):  # beyond every limit but the one for idleness, the budget included
+        m.on(DecodeOutput(1, 0, 1), 3.0 + tenth / 10)
+        if tenth % 30 == 0:
+            assert all(isinstance(action, SetTimer) for action in m.on(TimerFired(), 3.0 + tenth / 10))
+    assert m.on(DecodeOutput(1, 0, 1, finished=True), 43.0) == []
+    assert all(isinstance(action, SetTimer) for action in m.on(TimerFired(), 47.9)), "its own time begins only now"
+    lost = m.on(TimerFired(), 48.0)
+    assert Suspect("d0", "DeadlineExceeded") in lost
+
+
 def test_one_choice_that_hangs_is_noticed_while_another_streams() -> None:
     m = machine(n=2)
     play(m, ARRIVED, PLACED, TICKETED, FIRST, (3.0, DecodeOutput(1, 1, 1)))

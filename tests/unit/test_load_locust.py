@@ -147,6 +147,14 @@ def test_the_options_are_the_ones_that_are_read() -> None:
     assert set(vars(options())) - set(vars(parsed)) == {"headless"}  # Locust's own
 
 
+def test_no_page_holds_the_key() -> None:
+    parser = LocustArgumentParser()
+    locustfile.options(parser)
+    parser.parse_args(["--pd-api-key", "secret"])
+    assert "pd_api_key" not in parser.args_included_in_web_ui
+    assert "pd_tokenizer" in vars(parser.parse_args([]))
+
+
 # Limits.
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,6 +40,16 @@ def test_a_simulated_engine_has_the_planners_memory(tmp_path: Path, times: str, 
         assert scheduler.kv_blocks == planned.pool_blocks
         assert scheduler.kv_blocks * scheduler.block_size_tokens == planned.pool_tokens
         assert scheduler.kv_bytes_per_token == shape.kv_bytes_per_token(1, 1, kv_dtype)
+
+
+def test_a_model_with_windows_holds_as_many_sequences_as_the_formulas_say() -> None:
+    windowed = replace(QUESTION.shape, window_tokens=128, sliding_layers=QUESTION.shape.layers // 2)
+    question = replace(QUESTION, shape=windowed, limits=replace(QUESTION.limits, max_num_seqs=8000))
+    layout = TOPOLOGY.decode.layout
+    blocks = engine_spec(cluster_config(question, TOPOLOGY), Role.DECODE).scheduler.kv_blocks
+    assert blocks // math.ceil(2200 / question.limits.block_tokens) == Planner(question)._room(layout)
+    whole = engine_spec(cluster_config(QUESTION, TOPOLOGY), Role.DECODE).scheduler.kv_blocks
+    assert blocks > 1.7 * whole
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
@@ -306,8 +307,39 @@ def test_a_line_that_nobody_has_looked_at_is_looked_past_in_a_few_looks():
     for _ in range(6):
         engines.asked = 0
         found.append(admission.next(0.0))
-        assert engines.asked <= PASSED_OVER + 1
+        assert engines.asked <= PASSED_OVER + 1 + 2, "and one of each busy engine"
     assert last in found
+
+
+def test_an_idle_engine_is_found_behind_any_number_of_busy_ones():
+    busy = [f"busy{i}" for i in range(12)]
+    admission, _ = two_engines(idle=0.0, **dict.fromkeys(busy, 0.3))
+    for name in (*busy, *busy):
+        assert isinstance(admission.offer(request(tenant=name), 0.0), Queue)
+    free = request(tenant="idle")
+    admission.offer(free, 0.0)
+    assert admission.next(0.0) is free
+
+
+def test_a_late_request_that_is_owed_a_place_does_not_stand_in_its_own_way():
+    admission, engines = two_engines(a=0.3, b=0.0)
+    asked: list[tuple[str, Mapping[str, float]]] = []
+    ask = engines.forecast
+
+    def watched(r: Request, now: float, ahead_s: Mapping[str, float] | None = None) -> Forecast | Rejection:
+        asked.append((r.request_id, dict(ahead_s or {})))
+        forecast = ask(r, now, ahead_s)
+        assert isinstance(forecast, Forecast)
+        return replace(forecast, ready_s=forecast.wait_s + 0.5)
+
+    engines.forecast = watched  # type: ignore[method-assign]
+    late = request(tenant="a")
+    admission.offer(late, 0.0)
+    admission._classes[0].set_late(admission._waiting[late.request_id])
+    admission._classes[0].passed = 31
+    asked.clear()
+    assert admission.next(100.0) is None
+    assert asked == [(late.request_id, {})]
 
 
 def test_who_chose_a_busy_engine_is_asked_again_where_another_became_free():

@@ -370,21 +370,33 @@ def test_decode_without_room_is_waited_for_and_a_prompt_that_never_fits_is_refus
 
 
 @pytest.mark.parametrize("config", [SPLIT_ONLY, PlacementConfig()])
-def test_more_choices_than_an_engine_holds_at_once_are_no_reason_to_refuse(config):
-    """They are sequences of their own, which queue and are preempted in the engine."""
+def test_more_answers_than_an_engine_holds_at_once_are_no_reason_to_refuse(config):
+    """They are sequences of their own, which are preempted in the engine. Choices that it cannot run are one."""
     rng = random.Random(31)
     placer = cluster(prefills=1, decodes=1, config=config)
     placer.model.output_tokens.value = 2000.0
     d = placer.find("d0")
-    for n in (200, 300):  # 25,000 blocks of answers; more sequences than the engine runs
-        r = request(100, rng, n=n, output=4000)
-        assert placer.forecast(r, 0.0).room_s == 0.0, "all of an empty engine is enough"
-        placed(placer, r, 0.0, rng)
-        assert d.free_blocks == 0
-        other = placer.forecast(request(100, rng, n=n), 0.0)
-        assert 0.0 < other.room_s < 3600.0
-        placer.on_end(r.request_id, 0.0)
-        assert (d.free_blocks, d.free_sequences) == (20_000, 256)
+    r = request(100, rng, n=200, output=4000)  # 25,000 blocks of answers
+    assert placer.forecast(r, 0.0).room_s == 0.0, "all of an empty engine is enough"
+    placed(placer, r, 0.0, rng)
+    assert d.free_blocks == 0
+    other = placer.forecast(request(100, rng, n=200), 0.0)
+    assert 0.0 < other.room_s < 3600.0
+    placer.on_end(r.request_id, 0.0)
+    assert (d.free_blocks, d.free_sequences) == (20_000, 256)
+    assert placer.place(request(100, rng, n=257), 0.0, rng).status == 400
+
+
+def test_another_try_at_a_place_keeps_what_admission_saw():
+    rng = random.Random(33)
+    placer = cluster(prefills=2, decodes=1, config=SPLIT_ONLY)
+    prefix = new(2048, rng)
+    placer.index.store("p0", block_keys(prefix, BLOCK))
+    r = request(prefix + new(16, rng), rng)
+    assert placer.forecast(r, 0.0, {"p0": 5.0}).worker == "p1"
+    assert [placed(placer, r, 0.0, rng).prefill for _ in range(2)] == ["p1", "p1"]
+    placer.on_end(r.request_id, 0.0)
+    assert placed(placer, r, 0.0, rng).prefill == "p0"
 
 
 def test_a_prompt_must_leave_one_block_for_its_answer():

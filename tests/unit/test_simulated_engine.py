@@ -27,6 +27,7 @@ def config(**simulated: Any) -> Any:
         {
             "engine": {"kind": "simulated", "simulated": {"kv_blocks": 64, "max_model_len": 512, **simulated}},
             "kv_transfer": {"lease_s": 5, "on_failure": on_failure},
+            "router": {"limits": {"first_token_s": 0.001}},
             "pools": pools,
         }
     )

@@ -12,7 +12,7 @@ from cluster.engine.simulation.leases import LocalPeers
 from cluster.engine.simulation.virtual_time import run_virtual
 from cluster.messages import Role
 from cluster.wire import LegCall, LegEnd, Output, RouterAddress, Settle, Step
-from cluster.worker import Worker, backstop_s
+from cluster.worker import Worker
 from kv_transfer.settings import TICKET_REQUEST
 
 CONFIG = parse({"engine": {"kind": "simulated"}, "router": {"limits": {"first_token_s": 60}}})
@@ -35,7 +35,7 @@ async def leased() -> tuple[Worker, Link, asyncio.Task[LegEnd]]:
     """A prefill worker that has just given a ticket."""
     where = {"worker_id": "p0", "incarnation": "i", "host": "here", "node": "n"}
     engine = await create(CONFIG, Role.PREFILL, **where, peers=LocalPeers({}), publish=False)
-    worker, link = Worker(engine, lease_s=backstop_s(CONFIG)), Link()
+    worker, link = Worker(engine, lease_s=CONFIG.lease_backstop_s), Link()
     worker._links["router"] = link  # type: ignore[assignment]
     request = EngineRequest("r", list(range(100)), None, TICKET_REQUEST)
     call = LegCall("p0", "i", "prefill", request, RouterAddress("router", "here", 1, ""))
@@ -64,7 +64,7 @@ def test_a_worker_waits_as_long_as_its_routers_may() -> None:
 def test_what_a_stopped_router_never_settles_ends_all_the_same() -> None:
     async def main() -> None:
         worker, _, leg = await leased()
-        await asyncio.sleep(backstop_s(CONFIG))
+        await asyncio.sleep(CONFIG.lease_backstop_s)
         assert await leg == LegEnd("released", 1)
         assert worker.leases.counters().expired == 1
         await worker.shutdown()
@@ -73,4 +73,4 @@ def test_what_a_stopped_router_never_settles_ends_all_the_same() -> None:
 
 
 def test_the_connectors_own_lease_may_be_longer() -> None:
-    assert backstop_s(parse({"kv_transfer": {"lease_s": 300}})) == 300
+    assert parse({"kv_transfer": {"lease_s": 300}}).lease_backstop_s == 300
