@@ -127,8 +127,12 @@ class Stream:
 
 async def busy(cluster: Cluster, client: httpx.AsyncClient, processes: Processes, deployment: str) -> int:
     """The process of the replica that runs the only request: the order of replicas and processes is not the same."""
-    status = await cluster.status(client)
-    running = [r["id"] for r in status["pools"][deployment]["replicas"] if r["running"]]
+    for _ in range(100):
+        status = await cluster.status(client)
+        running = [r["id"] for r in status["pools"][deployment]["replicas"] if r["running"]]
+        if len(running) == 1:
+            break
+        await asyncio.sleep(0.01)  # a replica that has just come serves the router's warm-up
     assert len(running) == 1, status["pools"][deployment]
     pids = {replica["id"]: replica["pid"] for replica in status["pools"][deployment]["replicas"]}
     assert pids[running[0]] in [p.pid for p in processes.replicas(deployment)]
