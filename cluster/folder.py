@@ -17,8 +17,7 @@ def make_folder(folder: Path, option: str = "--out") -> None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder):
-            pass
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as e:
         problem = f"no file can be written in {str(folder)!r} ({e.strerror or e})"
         raise ConfigError(option, problem, "give a folder of your own") from None

@@ -399,6 +399,9 @@ class Placer:
         return split or local or self._too_large(q)
 
     def _too_large(self, q: Question) -> Rejection:
+        seats = max((w.info.max_num_seqs for w in self.ready(Role.DECODE)), default=0)
+        if 0 < seats < q.request.n:
+            return Rejection(400, f"n: {q.request.n} choices are more than the {seats} sequences of any decode worker")
         return Rejection(400, f"{q.request.prompt_tokens} prompt tokens do not fit the KV cache of any worker")
 
     def _candidates(self, role: Role, exclude: frozenset[str]) -> list[WorkerLoad]:

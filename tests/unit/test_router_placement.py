@@ -384,7 +384,11 @@ def test_more_answers_than_an_engine_holds_at_once_are_no_reason_to_refuse(confi
     assert 0.0 < other.room_s < 3600.0
     placer.on_end(r.request_id, 0.0)
     assert (d.free_blocks, d.free_sequences) == (20_000, 256)
-    assert placer.place(request(100, rng, n=257), 0.0, rng).status == 400
+    refused = placer.place(request(100, rng, n=257), 0.0, rng)
+    assert (refused.status, refused.reason) == (
+        400,
+        "n: 257 choices are more than the 256 sequences of any decode worker",
+    )
 
 
 def test_another_try_at_a_place_keeps_what_admission_saw():
